@@ -1,0 +1,79 @@
+"""Which methods the installed distributions announce, without importing any of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint
+
+import attrs
+
+from veloxquant.errors import PluginError
+
+__all__ = ["GROUP", "Entry", "discover", "import_plugin"]
+
+GROUP = "veloxquant.methods"
+
+
+@attrs.frozen
+class Entry:
+    """A method as its distribution announces it; nothing of it has been imported.
+
+    Args:
+        name: Name of the method.
+        distribution: Distribution that brings it, or ``(registered)`` for plugins given as objects.
+        version: Version of the distribution.
+        target: Module, or module and attribute, that the entry point names.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    target: str
+
+
+def discover(given: Iterable[EntryPoint] | None = None) -> dict[str, list[tuple[Entry, EntryPoint]]]:
+    """Find entry points by name.
+
+    Args:
+        given: Entry points to use instead of the installed ones.
+
+    Returns:
+        For each name its entry points in the order of their distributions, whatever the file system's order; one
+        that is listed twice, as editable installs do, counts once.
+    """
+    points = importlib.metadata.entry_points(group=GROUP) if given is None else given
+    unique: dict[tuple[str, str, str], tuple[Entry, EntryPoint]] = {}
+    for point in points:
+        entry = _entry(point)
+        key = (entry.name, re.sub(r"[-_.]+", "-", entry.distribution).lower(), entry.target)
+        unique.setdefault(key, (entry, point))
+    found: dict[str, list[tuple[Entry, EntryPoint]]] = {}
+    for key in sorted(unique):
+        found.setdefault(key[0], []).append(unique[key])
+    return found
+
+
+def _entry(point: EntryPoint) -> Entry:
+    dist = point.dist
+    if dist is None:
+        return Entry(point.name, "(unknown distribution)", "", point.value)
+    return Entry(point.name, dist.metadata["Name"] or "(unnamed)", dist.version or "", point.value)
+
+
+def import_plugin(entry: Entry, point: EntryPoint) -> object:
+    """Import what an entry point names.
+
+    Raises:
+        PluginError: It cannot be imported; the cause is chained.
+    """
+    try:
+        return point.load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plugin that calls sys.exit() at import must not end the program
+        raise PluginError(
+            f"the plugin '{entry.name}' of {entry.distribution} {entry.version} ({entry.target}) cannot be imported: "
+            f"{type(error).__name__}: {error}; update or uninstall {entry.distribution}"
+        ) from error

@@ -1,0 +1,97 @@
+"""The cache of a layer whose attention call brings the true queries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+from typing import Any
+
+import mlx.core as mx
+
+from veloxquant.attention import attention
+from veloxquant.cache import LayerCache
+from veloxquant.errors import RoutingError
+
+if TYPE_CHECKING:
+    from veloxquant.registry import Method
+    from veloxquant.types import LayerSpec
+
+__all__ = ["RoutedLayerCache", "new_layer_cache"]
+
+
+class RoutedLayerCache(LayerCache):
+    """A layer cache that the model's attention call brings its true queries to."""
+
+    def __init__(self, method: Method, config: Any, layer: LayerSpec, state: Any = None) -> None:
+        super().__init__(method, config, layer, state)
+        # The core never makes this class for a method without the hook.
+        self._attend: Callable[..., mx.array | None] = method.ops.attend  # type: ignore[assignment]
+        self._awaiting = False
+        self._finish_after = False
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """As in ``LayerCache``; the queries of the rows must have come before the next call.
+
+        Raises:
+            RoutingError: The queries of the previous call did not arrive.
+        """
+        if self._awaiting:
+            raise RoutingError(
+                f"layer {self.layer.index} ({self.method.name}) was to see the model's true queries and did not: call "
+                "veloxquant.attention.route(model) (make_prompt_cache and use do), keep the model routed while the "
+                "cache is in use, or make the cache with true_queries=False"
+            )
+        result = super().update_and_fetch(keys, values)
+        self._awaiting = True
+        return result
+
+    def _prompt_attended(self) -> None:
+        self._finish_after = True
+
+    def _session(self) -> dict[str, Any]:
+        return {**super()._session(), "awaiting": self._awaiting, "finish_after": self._finish_after}
+
+    def _resume(self, session: dict[str, Any]) -> None:
+        super()._resume(session)
+        self._awaiting, self._finish_after = bool(session["awaiting"]), bool(session["finish_after"])
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: mx.array | str | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attend with the true queries of the rows just stored.
+
+        Args:
+            queries: ``[B, Hq, S, Dk]``.
+            keys: What ``update_and_fetch`` returned.
+            values: What ``update_and_fetch`` returned.
+            scale: Factor on the logits.
+            mask: The model's mask.
+            sinks: Sink logits ``[Hq]`` of models that have them.
+
+        Returns:
+            ``[B, Hq, S, Dv]`` in the dtype of the queries.
+        """
+        output = self._attend(self.method_state, queries, keys, values, scale, mask, sinks)
+        if output is None:
+            output = attention(queries, keys, values, scale, mask, sinks)
+        self._awaiting = False
+        if self._finish_after:
+            self._finish_after = False
+            self._finish_prompt()
+        return output
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._awaiting = self._finish_after = False
+
+
+def new_layer_cache(method: Method, config: Any, layer: LayerSpec, state: Any = None) -> LayerCache:
+    """Make the cache of a layer, routed where the layer is and the method attends."""
+    routed = layer.routed and method.ops.attend is not None
+    return (RoutedLayerCache if routed else LayerCache)(method, config, layer, state)
