@@ -1,0 +1,1 @@
+"""What tests and plugin authors need: a sample model, a sample text and toy models."""
