@@ -40,9 +40,13 @@ if TYPE_CHECKING:
     from veloxquant.build import make_prompt_cache
     from veloxquant.build import use
     from veloxquant.reports import report
+    from veloxquant.rewind import trim_prompt_cache
     from veloxquant.rows import DenseRows
     from veloxquant.rows import PositionedRows
     from veloxquant.rows import RowStore
+    from veloxquant.store import load_prompt_cache
+    from veloxquant.store import register_with_mlx_lm
+    from veloxquant.store import save_prompt_cache
 
 __all__ = [
     "ByteCount",
@@ -63,11 +67,15 @@ __all__ = [
     "VeloxQuantError",
     "get_cache",
     "hookimpl",
+    "load_prompt_cache",
     "make_prompt_cache",
     "method_info",
     "methods",
+    "register_with_mlx_lm",
     "report",
     "route",
+    "save_prompt_cache",
+    "trim_prompt_cache",
     "unroute",
     "use",
 ]
@@ -78,9 +86,13 @@ _LAZY = {
     "PositionedRows": "rows",
     "RowStore": "rows",
     "get_cache": "build",
+    "load_prompt_cache": "store",
     "make_prompt_cache": "build",
+    "register_with_mlx_lm": "store",
     "report": "reports",
     "route": "attention",
+    "save_prompt_cache": "store",
+    "trim_prompt_cache": "rewind",
     "unroute": "attention",
     "use": "build",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -13,19 +14,19 @@ import attrs
 from veloxquant.attention import is_routed
 from veloxquant.attention import route
 from veloxquant.attention import unroute
+from veloxquant.batch import new_layer_cache
 from veloxquant.cache import LayerCache
 from veloxquant.config import parse_config
 from veloxquant.errors import ConfigError
 from veloxquant.errors import UnsupportedModelError
 from veloxquant.registry import default_registry
-from veloxquant.routed import new_layer_cache
 from veloxquant.types import LayerSpec
 
 if TYPE_CHECKING:
     from veloxquant.registry import Method
     from veloxquant.registry import Registry
 
-__all__ = ["complete_layer", "get_cache", "make_prompt_cache", "use"]
+__all__ = ["complete_layer", "get_cache", "layer_specs", "make_prompt_cache", "native_caches", "use"]
 
 
 def get_cache(
@@ -127,16 +128,11 @@ def use(
     before = vars(model).get("make_cache")
 
     def make_cache() -> list[Any]:
-        compressed = vars(model).get("make_cache")
-        _set_make_cache(model, before)
-        try:
-            return _make(model, name, config, true_queries, layers, registry)
-        finally:
-            _set_make_cache(model, compressed)
+        return _make(model, name, config, true_queries, layers, registry)
 
     if routed:
         route(model)
-    _set_make_cache(model, make_cache)
+    _set_make_cache(model, _CompressedMakeCache(make_cache, before))
     try:
         yield
     finally:
@@ -165,6 +161,47 @@ def complete_layer(layer: LayerSpec, config: Any, registry: Registry) -> LayerSp
     return attrs.evolve(layer, make_rows=lambda: make(parsed, layer))
 
 
+@attrs.frozen(eq=False)
+class _CompressedMakeCache:
+    """What ``use`` puts in the place of ``model.make_cache``, remembering what was there."""
+
+    make: Callable[[], list[Any]]
+    before: Any
+
+    def __call__(self) -> list[Any]:
+        return self.make()
+
+
+@contextlib.contextmanager
+def _own_make_cache(model: Any) -> Iterator[None]:
+    """The model's own ``make_cache``, whatever ``use`` blocks are open around it."""
+    current = own = vars(model).get("make_cache")
+    while isinstance(own, _CompressedMakeCache):
+        own = own.before
+    _set_make_cache(model, own)
+    try:
+        yield
+    finally:
+        _set_make_cache(model, current)
+
+
+def native_caches(model: Any) -> list[Any]:
+    """The caches that the model makes by itself, inside and outside of ``use``."""
+    from mlx_lm.models.cache import make_prompt_cache as make
+
+    with _own_make_cache(model):
+        caches: list[Any] = make(model)
+    return caches
+
+
+def layer_specs(model: Any, *, layers: Collection[int] | None, routed: bool) -> list[LayerSpec]:
+    """Describe the layers of a model whose caches can be compressed, see ``models.inspect``."""
+    from veloxquant.models import inspect
+
+    with _own_make_cache(model):
+        return inspect(model, layers=layers, routed=routed)[1]
+
+
 def _set_make_cache(model: Any, make_cache: Any) -> None:
     if make_cache is None:
         vars(model).pop("make_cache", None)
@@ -182,7 +219,8 @@ def _make(
     routed = true_queries and method.ops.attend is not None
     if not true_queries and "queries" in method.info.needs:
         raise ConfigError(f"{name} needs the model's true queries; leave true_queries=False out")
-    caches, specs = inspect(model, layers=layers, routed=routed)
+    with _own_make_cache(model):
+        caches, specs = inspect(model, layers=layers, routed=routed)
     for spec in specs:
         if "rope" in method.info.needs and spec.rope is None:
             raise UnsupportedModelError(

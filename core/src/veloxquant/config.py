@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import types
 import typing
 from collections.abc import Iterable
@@ -79,7 +80,8 @@ def parse_config(cls: type[C], config: object = None, *, method: str) -> C:
     except ConfigError as error:
         raise ConfigError(_prefixed(method, str(error))) from error
     except (TypeError, ValueError) as error:
-        raise ConfigError(_prefixed(method, str(error.args[0]) if error.args else str(error))) from error
+        message = str(error.args[0]) if error.args else str(error)
+        raise ConfigError(_prefixed(method, _sentence(message))) from error
 
 
 def config_to_dict(config: object) -> dict[str, Any]:
@@ -112,6 +114,23 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 def _prefixed(method: str, message: str) -> str:
     return message if message.startswith(f"{method}:") else f"{method}: {message}"
+
+
+# How the validators of attrs put it, and how we do.
+_ATTRS_MESSAGES = (
+    (re.compile(r"^'(\w+)' must be <class '(\w+)'> \(got (.*) that is a <class '[\w.]+'>\)\.?$"), r"\2"),
+    (re.compile(r"^'(\w+)' must be (.+) \(got (.*)\)$"), r"\2"),
+    (re.compile(r"^'(\w+)' must be ([<>]=? .+): (.*)$"), r"\2"),
+)
+
+
+def _sentence(message: str) -> str:
+    """Turn a message of an attrs validator into one like ours: what the option must be, and what was given."""
+    for pattern, wanted in _ATTRS_MESSAGES:
+        match = pattern.match(message)
+        if match:
+            return match.expand(rf"option \1 must be {wanted}, not \3")
+    return message
 
 
 def _types(cls: type) -> dict[str, Any]:

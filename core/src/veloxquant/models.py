@@ -12,7 +12,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from veloxquant.attention import parts
 from veloxquant.attention import routable
-from veloxquant.cache import LayerCache
 from veloxquant.errors import ConfigError
 from veloxquant.errors import UnsupportedModelError
 from veloxquant.types import LayerSpec
@@ -52,17 +51,14 @@ def inspect(model: Any, *, layers: Collection[int] | None, routed: bool) -> tupl
     chosen = plain if layers is None else _chosen(layers, plain, native)
     if layers is not None and not chosen:
         raise ConfigError(f"layers names no layer; layers that can be compressed: {_ranges(plain)}")
-    if not chosen and any(isinstance(cache, LayerCache) for cache in native):
-        raise UnsupportedModelError(
-            f"the caches of {name} are compressed already by veloxquant.use; leave its with block first"
-        )
     if not chosen:
         raise UnsupportedModelError(f"{name} has no layer with plain full attention, so there is nothing to compress")
     # Hybrid models may have fewer caches than layers; then which layer a cache serves is not known.
     blocks = list(model.layers) if len(native) == len(model.layers) else [None] * len(native)
     if routed:
         _refuse_unroutable(model, name, blocks, chosen)
-    return native, [_spec(index, blocks[index], routed) for index in chosen]
+    mixed = len(chosen) < len(plain)
+    return native, [_spec(index, blocks[index], routed, mixed) for index in chosen]
 
 
 def describe_rope(module: Any) -> Rope | None:
@@ -154,7 +150,7 @@ def _refuse_unroutable(model: Any, name: str, blocks: list[Any], chosen: list[in
         )
 
 
-def _spec(index: int, block: Any, routed: bool) -> LayerSpec:
+def _spec(index: int, block: Any, routed: bool, mixed: bool) -> LayerSpec:
     attention = None if block is None else _attention_module(block)
     return LayerSpec(
         index=index,
@@ -163,6 +159,7 @@ def _spec(index: int, block: Any, routed: bool) -> LayerSpec:
         kv_heads=_first_int(attention, _KV_HEADS),
         head_dim=_first_int(attention, ("head_dim",)),
         scale=_first_float(attention, _SCALE),
+        mixed=mixed,
         rope=describe_rope(getattr(attention, "rope", None)),
     )
 

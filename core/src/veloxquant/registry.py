@@ -224,7 +224,7 @@ class Registry:
         except PluginError as error:
             self._manager.unregister(plugin)
             message = str(error)
-            raise PluginError(message if message.startswith(origin) else f"{origin}: {message}") from error
+            raise type(error)(message if message.startswith(origin) else f"{origin}: {message}") from error
         return Method(info, ops, entry.distribution, entry.version)
 
     # --------------------------------------------------------------- doctor
@@ -238,7 +238,8 @@ class Registry:
                 self.get(name)
             except PluginError as error:
                 kind = self._kind(name, error)
-                reason = f"{error}" + (f" [{_cause(error)}]" if error.__cause__ is not None else "")
+                cause = _cause(error)
+                reason = str(error) if cause in str(error) else f"{error} [{cause}]"
                 result += [Problem(e.name, e.distribution, e.version, e.target, kind, reason) for e in entries]
         return result
 

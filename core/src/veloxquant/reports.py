@@ -157,6 +157,11 @@ def _native(index: int, cache: Any) -> LayerReport:
     offset = getattr(cache, "offset", 0)
     seen = offset if isinstance(offset, int) else 0
     held = int(cache.nbytes) if not cache.empty() else 0
+    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+    plain = held
+    if isinstance(keys, mx.array) and isinstance(values, mx.array) and seen <= keys.shape[2]:
+        # Live rows only: mlx-lm's plain cache holds up to 255 spare ones.
+        plain = (keys.nbytes + values.nbytes) * seen // keys.shape[2]
     # A sliding window holds fewer rows than it has seen.
     keys = getattr(cache, "keys", None)
     kept = min(seen, keys.shape[2]) if isinstance(keys, mx.array) else seen
@@ -168,7 +173,7 @@ def _native(index: int, cache: Any) -> LayerReport:
         tokens_seen=seen,
         tokens_kept=kept,
         bytes_held=held,
-        bytes_plain=held,
+        bytes_plain=plain,
         bytes_static=0,
         step_bytes=None,
         details={},

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from veloxquant.registry import Method
     from veloxquant.types import LayerSpec
 
-__all__ = ["RoutedLayerCache", "new_layer_cache"]
+__all__ = ["RoutedLayerCache"]
 
 
 class RoutedLayerCache(LayerCache):
@@ -89,9 +89,3 @@ class RoutedLayerCache(LayerCache):
     def _reset(self) -> None:
         super()._reset()
         self._awaiting = self._finish_after = False
-
-
-def new_layer_cache(method: Method, config: Any, layer: LayerSpec, state: Any = None) -> LayerCache:
-    """Make the cache of a layer, routed where the layer is and the method attends."""
-    routed = layer.routed and method.ops.attend is not None
-    return (RoutedLayerCache if routed else LayerCache)(method, config, layer, state)

@@ -22,6 +22,7 @@ from veloxquant.types import Snapshot
 
 if TYPE_CHECKING:
     from veloxquant.cache import LayerCache
+    from veloxquant.registry import Method
     from veloxquant.registry import Registry
 
 __all__ = ["STATE_FORMAT", "describe", "rebuild"]
@@ -58,13 +59,14 @@ def rebuild(state: Sequence[Any], registry: Registry | None = None) -> LayerCach
         FileFormatError: The list is not such a state, or is of a newer format.
         UnknownMethodError: The method is not installed.
     """
+    from veloxquant.batch import new_layer_cache
     from veloxquant.build import complete_layer
     from veloxquant.registry import default_registry
-    from veloxquant.routed import new_layer_cache
 
     header, arrays = _read(state)
     registry = registry or default_registry()
     method = registry.get(header["method"])
+    _refuse_other_version(header, method)
     try:
         config: Any = parse_config(method.info.config, header["config"], method=method.name)
     except ConfigError as error:
@@ -82,6 +84,16 @@ def rebuild(state: Sequence[Any], registry: Registry | None = None) -> LayerCach
     except Exception as error:  # whatever a method trips over in an altered state
         raise FileFormatError(f"the state of {method.name} is damaged: {type(error).__name__}: {error}") from error
     return cache
+
+
+def _refuse_other_version(header: Mapping[str, Any], method: Method) -> None:
+    """What a method stores may change between minor versions, and nothing else would notice."""
+    saved, installed = (str(version).split(".")[:2] for version in (header["version"], method.version))
+    if saved != installed:
+        raise FileFormatError(
+            f"the state was made by {header['distribution']} {header['version']}, and {method.distribution} "
+            f"{method.version} is installed; install {header['distribution']}=={header['version']} to read it"
+        )
 
 
 def _read(state: Sequence[Any]) -> tuple[dict[str, Any], dict[str, mx.array]]:

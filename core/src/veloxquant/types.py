@@ -95,6 +95,8 @@ class LayerSpec:
         kv_heads: Number of key and value heads.
         head_dim: Channels of a key.
         scale: Factor on the attention logits.
+        mixed: True when plain caches of full attention stay beside compressed ones, which then share a mask with
+            them; such caches cannot be batched.
         rope: The layer's rotary embedding, or None when there is none or it cannot be described.
         make_rows: Makes an empty row store for this layer, dense unless ``config.storage`` names a codec.
     """
@@ -105,6 +107,7 @@ class LayerSpec:
     kv_heads: int | None = None
     head_dim: int | None = None
     scale: float | None = None
+    mixed: bool = False
     rope: Rope | None = None
     make_rows: Callable[[], RowStore] = attrs.field(eq=False, repr=False)
 

@@ -1,0 +1,314 @@
+"""Several sequences in one call of the model, each with a cache of its own.
+
+mlx-lm's batch generator pads prompts on the right, joins and drops sequences, and takes them out again. A batched
+cache here is a list of the very caches that lone runs would have: each sequence gets its own rows, its own offset and
+its own attention, and padding never reaches a store. This is the one place with a Python loop over sequences.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from typing import Any
+from typing import NoReturn
+from typing import cast
+
+import mlx.core as mx
+
+from veloxquant.cache import LayerCache
+from veloxquant.errors import RoutingError
+from veloxquant.errors import UnsupportedShapeError
+from veloxquant.errors import VeloxQuantError
+from veloxquant.routed import RoutedLayerCache
+
+if TYPE_CHECKING:
+    from veloxquant.registry import Method
+    from veloxquant.types import LayerSpec
+
+__all__ = ["BatchLayerCache", "MergeableLayerCache", "new_layer_cache"]
+
+
+class MergeableLayerCache(RoutedLayerCache):
+    """A routed cache that can join a batch.
+
+    mlx-lm asks for the attribute ``merge`` to learn whether a model can be batched, so caches that cannot (proxy
+    caches, and caches beside plain ones that share a mask) are of classes without it.
+    """
+
+    @classmethod
+    def merge(cls, caches: Sequence[RoutedLayerCache]) -> BatchLayerCache:
+        """Join the caches of several sequences for the same layer; the originals stay as they are.
+
+        Args:
+            caches: One cache per sequence, empty or used.
+
+        Returns:
+            A batched cache over copies of them.
+        """
+        return BatchLayerCache(copy.deepcopy(list(caches)))
+
+
+class BatchLayerCache:
+    """The caches of several sequences for one layer, driven by mlx-lm's batch generator.
+
+    Args:
+        sequences: One routed cache of batch size 1 per sequence.
+
+    Raises:
+        UnsupportedShapeError: A cache holds more than one sequence already.
+        VeloxQuantError: The caches are of different methods, options or layers.
+    """
+
+    def __init__(self, sequences: Sequence[RoutedLayerCache]) -> None:
+        self.sequences: list[RoutedLayerCache] = list(sequences)
+        # Tokens of the right-padded prompt that are still to come, per sequence; None outside such a prompt.
+        self._remaining: list[int] | None = None
+        # What the last update gave each sequence: its real rows, and the keys and values to attend over.
+        self._pending: list[tuple[int, mx.array, mx.array] | None] = []
+        self._check_alike()
+
+    def _check_alike(self) -> None:
+        for one in self.sequences:
+            first = self.sequences[0]
+            if (one.method.name, one.config, one.layer) != (first.method.name, first.config, first.layer):
+                raise VeloxQuantError(
+                    f"{one!r} and {first!r} cannot be in one batch: all sequences need one method, the same options "
+                    "and the same layer"
+                )
+            if not one.empty() and one.row_shape[0] != 1:
+                raise UnsupportedShapeError(
+                    f"{one!r} holds {one.row_shape[0]} sequences already; batches are made of caches of one sequence"
+                )
+
+    # ------------------------------------------------------------ attention
+
+    @property
+    def offset(self) -> mx.array:
+        """Tokens seen by each sequence ``[B]``, int32; padding does not count."""
+        return mx.array([cache.offset for cache in self.sequences], dtype=mx.int32)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store the new rows of each sequence, without its padding.
+
+        Args:
+            keys: Rotated keys ``[B, Hkv, S, Dk]``.
+            values: Values ``[B, Hkv, S, Dv]``.
+
+        Returns:
+            ``keys`` and ``values`` as they came. What a sequence attends over is its own and goes to ``attend``.
+
+        Raises:
+            UnsupportedShapeError: B is not the number of sequences.
+            RoutingError: The queries of the previous call did not arrive.
+        """
+        if keys.shape[0] != len(self.sequences):
+            raise UnsupportedShapeError(
+                f"the batch holds {len(self.sequences)} sequences and was given keys for {keys.shape[0]}"
+            )
+        counts = self._take(keys.shape[2])
+        self._pending = [
+            (count, *cache.update_and_fetch(keys[row : row + 1, :, :count], values[row : row + 1, :, :count]))
+            if count
+            else None
+            for row, (cache, count) in enumerate(zip(self.sequences, counts, strict=True))
+        ]
+        return keys, values
+
+    def _take(self, rows: int) -> list[int]:
+        """How many of the next ``rows`` positions are real, per sequence."""
+        if self._remaining is None:
+            return [rows] * len(self.sequences)
+        counts = [min(rows, left) for left in self._remaining]
+        self._remaining = [left - count for left, count in zip(self._remaining, counts, strict=True)]
+        return counts
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: mx.array | str | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attend sequence by sequence; the output at padding is zero.
+
+        Args:
+            queries: ``[B, Hq, S, Dk]``.
+            keys: What ``update_and_fetch`` returned.
+            values: What ``update_and_fetch`` returned.
+            scale: Factor on the logits.
+            mask: The model's mask, not used: each sequence is causal over its own rows.
+            sinks: Sink logits ``[Hq]`` of models that have them.
+
+        Returns:
+            ``[B, Hq, S, Dv]`` in the dtype of the queries.
+
+        Raises:
+            RoutingError: No rows were stored before.
+        """
+        if len(self._pending) != queries.shape[0]:
+            raise RoutingError("attention was asked for before rows were stored; call update_and_fetch first")
+        length, outputs = queries.shape[2], []
+        for row, (cache, pending) in enumerate(zip(self.sequences, self._pending, strict=True)):
+            if pending is None:
+                outputs.append(mx.zeros((1, queries.shape[1], length, values.shape[3]), dtype=queries.dtype))
+                continue
+            count, own_keys, own_values = pending
+            output = cache.attend(
+                queries[row : row + 1, :, :count], own_keys, own_values, scale, cache.make_mask(count), sinks
+            )
+            outputs.append(mx.pad(output, [(0, 0), (0, 0), (0, length - count), (0, 0)]) if count < length else output)
+        self._pending = []
+        return mx.concatenate(outputs, axis=0)
+
+    def make_mask(
+        self,
+        N: int,  # noqa: N803 - the name that mlx-lm uses
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> str | None:
+        """The word "causal", or None for one token: each sequence makes its own mask.
+
+        Args:
+            N: Number of new tokens.
+            return_array: Not honoured; the model's mask is not used.
+            window_size: Size of a sliding window. Refused.
+
+        Raises:
+            RoutingError: A window was asked for.
+        """
+        if window_size is not None:
+            self.sequences[0].make_mask(N, window_size=window_size)
+        return None if N == 1 else "causal"
+
+    # ------------------------------------------------------------- sequences
+
+    def prepare(
+        self,
+        *,
+        left_padding: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        right_padding: Sequence[int] | None = None,
+    ) -> None:
+        """Announce a right-padded prompt.
+
+        Args:
+            left_padding: Refused when not zero: padding is never stored.
+            lengths: Real tokens that each sequence will get until ``finalize``.
+            right_padding: Padding behind them.
+
+        Raises:
+            VeloxQuantError: Padding on the left, or padding without lengths.
+        """
+        if left_padding is not None and any(left_padding):
+            raise VeloxQuantError("compressed batches take prompts padded on the right; pass lengths and right_padding")
+        if right_padding is not None and any(right_padding):
+            if lengths is None or len(lengths) != len(self.sequences):
+                raise VeloxQuantError(f"padding needs the length of each of the {len(self.sequences)} sequences")
+            self._remaining = [int(length) for length in lengths]
+
+    def finalize(self) -> None:
+        """End a right-padded prompt."""
+        self._remaining = None
+
+    def filter(self, batch_indices: Any) -> None:
+        """Keep the sequences with the given indices, in that order.
+
+        Args:
+            batch_indices: A list of integers or an integer array.
+        """
+        kept = _integers(batch_indices)
+        self.sequences = [self.sequences[index] for index in kept]
+        if self._remaining is not None:
+            self._remaining = [self._remaining[index] for index in kept]
+        self._pending = []
+
+    def extend(self, other: BatchLayerCache) -> None:
+        """Append the sequences of another batch of the same layer, which must not be used any more.
+
+        Raises:
+            VeloxQuantError: The two do not belong together, or one is in the middle of a padded prompt.
+        """
+        if self._remaining is not None or other._remaining is not None:
+            raise VeloxQuantError("finalize the padded prompt of a batch before joining it with another")
+        joined = BatchLayerCache([*self.sequences, *other.sequences])
+        self.sequences, self._pending = joined.sequences, []
+
+    def extract(self, idx: int) -> RoutedLayerCache:
+        """Take out a copy of one sequence: equal to the cache that a lone run would have."""
+        return copy.deepcopy(self.sequences[idx])
+
+    @classmethod
+    def merge(cls, caches: Sequence[RoutedLayerCache]) -> BatchLayerCache:
+        """Join the caches of several sequences, see ``MergeableLayerCache.merge``."""
+        return MergeableLayerCache.merge(caches)
+
+    # -------------------------------------------------------------- protocol
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by all sequences."""
+        return sum(cache.nbytes for cache in self.sequences)
+
+    @property
+    def plain_nbytes(self) -> int:
+        """Bytes that plain caches of the sequences would hold, without padding."""
+        return sum(cache.plain_nbytes for cache in self.sequences)
+
+    def size(self) -> int:
+        """Tokens seen by the longest sequence."""
+        return max((cache.offset for cache in self.sequences), default=0)
+
+    def empty(self) -> bool:
+        """Whether no sequence has seen a token."""
+        return all(cache.empty() for cache in self.sequences)
+
+    def is_trimmable(self) -> bool:
+        """Whether every sequence can be trimmed."""
+        return all(cache.is_trimmable() for cache in self.sequences)
+
+    def trim(self, n: int) -> int:
+        """Forget the last ``n`` tokens of every sequence, all of a shorter one; returns the most forgotten."""
+        if not self.is_trimmable():
+            return 0
+        return max((cache.trim(n) for cache in self.sequences), default=0)
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> NoReturn:
+        """Refuse mlx-lm's ``kv_bits``."""
+        self.sequences[0].to_quantized(group_size, bits)
+
+    @property
+    def state(self) -> list[Any]:
+        """The states of the sequences."""
+        return [cache.state for cache in self.sequences]
+
+    @state.setter
+    def state(self, state: Sequence[Any]) -> None:
+        self.__dict__.update(type(self).from_state(state).__dict__)
+
+    @classmethod
+    def from_state(cls, state: Sequence[Any]) -> BatchLayerCache:
+        """Rebuild a batch from what ``state`` gave."""
+        return cls([RoutedLayerCache.from_state(one) for one in state])  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchLayerCache:
+        other = type(self)(copy.deepcopy(self.sequences, memo))
+        other._remaining = None if self._remaining is None else list(self._remaining)
+        return other
+
+    def __repr__(self) -> str:
+        return f"BatchLayerCache({self.sequences!r})"
+
+
+def new_layer_cache(method: Method, config: Any, layer: LayerSpec, state: Any = None) -> LayerCache:
+    """Make the cache of a layer: routed where the layer is and the method attends, mergeable where that is safe."""
+    if not layer.routed or method.ops.attend is None:
+        return LayerCache(method, config, layer, state)
+    return (RoutedLayerCache if layer.mixed else MergeableLayerCache)(method, config, layer, state)
+
+
+def _integers(indices: Any) -> Iterable[int]:
+    return [int(index) for index in (cast("list[int]", indices.tolist()) if isinstance(indices, mx.array) else indices)]

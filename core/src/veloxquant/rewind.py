@@ -1,0 +1,49 @@
+"""Trimming the caches of all layers together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from veloxquant.errors import VeloxQuantError
+
+__all__ = ["trim_prompt_cache"]
+
+
+def trim_prompt_cache(caches: Sequence[Any], num_tokens: int) -> int:
+    """Forget the last tokens in every layer, or in none.
+
+    mlx-lm's function of the same name trims layer by layer and reports the first layer's count, so that layers can
+    end up at different lengths.
+
+    Args:
+        caches: The caches of a model, compressed and native ones alike.
+        num_tokens: Tokens to forget; more than were seen means all of them.
+
+    Returns:
+        Tokens forgotten in every layer: 0, with nothing changed, when some layer cannot be trimmed that far.
+
+    Raises:
+        VeloxQuantError: ``num_tokens`` is negative.
+    """
+    if num_tokens < 0:
+        raise VeloxQuantError(f"trim takes the number of tokens to forget, at least 0, not {num_tokens}")
+    if not caches or not all(cache.is_trimmable() for cache in caches):
+        return 0
+    reach = [_reach(cache) for cache in caches]
+    if len(set(reach)) == 1:
+        num_tokens = min(num_tokens, reach[0])
+    if num_tokens > min(reach):
+        return 0
+    for cache in caches:
+        cache.trim(num_tokens)
+    return num_tokens
+
+
+def _reach(cache: Any) -> int:
+    """Tokens that a trimmable cache can forget at most."""
+    members = getattr(cache, "caches", None)
+    if members is not None:
+        return min(_reach(member) for member in members)
+    offset = getattr(cache, "offset", 0)
+    return offset if isinstance(offset, int) else int(cache.size())

@@ -1,0 +1,104 @@
+"""Every method in mlx-lm's batch generator: each sequence as if it ran alone."""
+
+import mlx.core as mx
+import pytest
+from mlx_lm import batch_generate
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import BatchKVCache
+
+import veloxquant
+from veloxquant.testing.toys import tiny_gemma3
+from veloxquant.testing.toys import tiny_hybrid
+
+
+def run_batch(generator, prompts, counts, late=(), late_counts=(), **insert):
+    """Tokens and final caches per prompt; the late prompts join after six steps."""
+    uids = generator.insert(prompts, max_tokens=list(counts), **insert)
+    tokens, caches, steps = {}, {}, 0
+    while len(caches) < len(prompts) + len(late):
+        _, responses = generator.next()
+        steps += 1
+        assert steps < 500
+        if steps == 6 and late:
+            uids += generator.insert(late, max_tokens=list(late_counts))
+        for response in responses:
+            tokens.setdefault(response.uid, []).append(response.token)
+            if response.finish_reason is not None:
+                caches[response.uid] = response.prompt_cache
+    return [tokens[uid] for uid in uids], [caches[uid] for uid in uids]
+
+
+@pytest.mark.parametrize("step", [2048, 64, 16])
+def test_sequences_that_join_and_leave_equal_their_lone_runs(method, model, prompts, generate, step):
+    counts = [20, 5, 20, 12, 10, 15]
+    with veloxquant.use(model, method.name, method.small):
+        generator = BatchGenerator(model, prefill_step_size=step, completion_batch_size=4, prefill_batch_size=3)
+        tokens, caches = run_batch(generator, prompts[:4], counts[:4], prompts[4:], counts[4:])
+        for prompt, count, found, cache in zip(prompts, counts, tokens, caches, strict=True):
+            alone = method.caches(model)
+            assert found == generate(model, prompt, alone, count, step)
+            for one, other in zip(alone, cache, strict=True):
+                assert type(one) is type(other)
+                assert (one.offset, one.rows, one.nbytes) == (other.offset, other.rows, other.nbytes)
+
+
+def test_mlx_lm_batch_generate(method, model, prompts, generate):
+    class Tokenizer:
+        eos_token_ids = ()
+        detokenizer = None
+
+        def decode(self, tokens):
+            return " ".join(map(str, tokens))
+
+    with veloxquant.use(model, method.name, method.small):
+        answer = batch_generate(model, Tokenizer(), prompts[:3], max_tokens=8, verbose=False)
+        for prompt, text in zip(prompts, answer.texts, strict=False):
+            assert text == Tokenizer().decode(generate(model, prompt, method.caches(model), 8))
+
+
+def test_caches_with_history_join_a_batch(method, model, prompts, generate):
+    """A second turn: caches that hold a conversation, of different lengths, go into one batch."""
+    histories, expected = [], []
+    for prompt in prompts[:3]:
+        alone = method.caches(model)
+        first = generate(model, prompt, alone, 4)
+        history = method.caches(model)
+        generate(model, prompt, history, 4)
+        histories.append(history)
+        expected.append(generate(model, [*first[-1:], 7, 8, 9], alone, 6))
+    seconds = [[generate(model, prompt, method.caches(model), 4)[-1], 7, 8, 9] for prompt in prompts[:3]]
+    generator = BatchGenerator(model)
+    tokens, _ = run_batch(generator, seconds, [6, 6, 6], caches=histories)
+    assert tokens == expected
+
+
+def test_a_batch_holds_the_bytes_of_its_members_and_no_plain_cache(method, model, prompts):
+    members = []
+    for prompt in prompts[1:4]:
+        caches = method.caches(model)
+        model(mx.array([prompt[:-1]]), cache=caches)
+        model(mx.array([prompt[-1:]]), cache=caches)
+        members.append(caches)
+    for layer in zip(*members, strict=True):
+        batch = type(layer[0]).merge(list(layer))
+        assert not isinstance(batch, BatchKVCache)
+        assert batch.nbytes == sum(cache.nbytes for cache in layer)
+        assert batch.offset.tolist() == [len(prompt) for prompt in prompts[1:4]]
+
+
+@pytest.mark.parametrize("make", [tiny_gemma3, tiny_hybrid])
+def test_models_with_other_layers_batch_too(method, generate, prompts, make):
+    model = make()
+    short = [[token % 32 for token in prompt] for prompt in prompts[:3]]
+    with veloxquant.use(model, method.name, method.small):
+        tokens, _ = run_batch(BatchGenerator(model), short, [6, 6, 6])
+        for prompt, found in zip(short, tokens, strict=True):
+            assert found == generate(model, prompt, method.caches(model), 6)
+
+
+def test_caches_that_cannot_share_a_mask_cannot_be_merged(method, model):
+    """A plain layer beside a compressed one takes its mask from it, which a ragged batch cannot provide."""
+    partly = veloxquant.make_prompt_cache(model, method.name, method.small, layers=[0])
+    assert not hasattr(partly[0], "merge")
+    if "queries" not in veloxquant.method_info(method.name).needs:
+        assert not hasattr(veloxquant.get_cache(method.name, method.small), "merge")
