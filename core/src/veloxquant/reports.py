@@ -163,7 +163,6 @@ def _native(index: int, cache: Any) -> LayerReport:
         # Live rows only: mlx-lm's plain cache holds up to 255 spare ones.
         plain = (keys.nbytes + values.nbytes) * seen // keys.shape[2]
     # A sliding window holds fewer rows than it has seen.
-    keys = getattr(cache, "keys", None)
     kept = min(seen, keys.shape[2]) if isinstance(keys, mx.array) else seen
     return LayerReport(
         index=index,

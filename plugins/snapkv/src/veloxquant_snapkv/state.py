@@ -61,6 +61,8 @@ class SnapKVState:
         votes = window_scores(queries, keys, scale, valid=valid, sinks=self.sinks)
         pooled = pool_scores(votes, self.config.kernel_size, self.config.pooling)
         self.rows.keep(keep_indices(pooled, self.rows.count, budget, sinks=self.config.sinks, valid=valid))
+        # Of older queries the rows may be gone now, and votes pair the latest queries with the latest rows.
+        self.recent = queries
 
     def finish(self) -> None:
         """Evict, and let go of what only the vote needed."""
