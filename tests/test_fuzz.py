@@ -1,7 +1,7 @@
 """Random sequences of everything mlx-lm does to a cache, for every method.
 
-With the lossless options the reference is dense attention over the surviving tokens, in numpy. With the small ones it is
-a run that was fed the surviving tokens only, as long as every rewind is exact.
+With the lossless options the reference is dense attention over the surviving tokens, in numpy. With the small ones it
+is a run that was fed the surviving tokens only, as long as every rewind is exact.
 """
 
 import copy

@@ -89,6 +89,7 @@ class _Route:
 
 
 _routes: dict[str, _Route] = {}
+_kept: set[int] = set()
 _lock = threading.Lock()
 
 
@@ -130,9 +131,17 @@ def unroute(model: Any) -> None:
             entry.counts[id(model)] -= 1
             if entry.counts[id(model)] == 0:
                 del entry.counts[id(model)]
+                _kept.discard(id(model))
             if not entry.counts:
                 del _routes[name]
                 setattr(sys.modules[name], NAME, entry.original)
+
+
+def keep_routed(model: Any) -> None:
+    """Route ``model`` once, however often this is called, until ``unroute(model)``; ``use`` blocks count apart."""
+    if not (id(model) in _kept and is_routed(model)):
+        route(model)
+        _kept.add(id(model))
 
 
 def is_routed(model: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from veloxquant.attention import is_routed
+from veloxquant.attention import keep_routed
 from veloxquant.attention import route
 from veloxquant.attention import unroute
 from veloxquant.batch import new_layer_cache
@@ -90,8 +90,8 @@ def make_prompt_cache(
         UnsupportedModelError: The model cannot be served; the message says why.
     """
     caches = _make(model, name, config, true_queries, layers, registry or default_registry())
-    if any(cache.query_mode == "routed" for cache in caches if isinstance(cache, LayerCache)) and not is_routed(model):
-        route(model)
+    if any(cache.query_mode == "routed" for cache in caches if isinstance(cache, LayerCache)):
+        keep_routed(model)
     return caches
 
 
@@ -172,34 +172,42 @@ class _CompressedMakeCache:
         return self.make()
 
 
-@contextlib.contextmanager
-def _own_make_cache(model: Any) -> Iterator[None]:
-    """The model's own ``make_cache``, whatever ``use`` blocks are open around it."""
-    current = own = vars(model).get("make_cache")
-    while isinstance(own, _CompressedMakeCache):
-        own = own.before
-    _set_make_cache(model, own)
-    try:
-        yield
-    finally:
-        _set_make_cache(model, current)
+@attrs.frozen
+class _Layers:
+    """A model without ``make_cache``, for which mlx-lm makes plain caches."""
+
+    layers: Any
 
 
 def native_caches(model: Any) -> list[Any]:
     """The caches that the model makes by itself, inside and outside of ``use``."""
-    from mlx_lm.models.cache import make_prompt_cache as make
+    from mlx_lm.models.cache import make_prompt_cache as make_native
 
-    with _own_make_cache(model):
-        caches: list[Any] = make(model)
-    return caches
+    own = vars(model).get("make_cache")
+    while isinstance(own, _CompressedMakeCache):
+        own = own.before
+    if own is not None:
+        caches = own()
+    elif hasattr(type(model), "make_cache"):
+        caches = type(model).make_cache(model)
+    else:
+        caches = make_native(_Layers(model.layers))
+    return list(caches)
 
 
 def layer_specs(model: Any, *, layers: Collection[int] | None, routed: bool) -> list[LayerSpec]:
     """Describe the layers of a model whose caches can be compressed, see ``models.inspect``."""
-    from veloxquant.models import inspect
+    return _inspect(model, layers, routed)[1]
 
-    with _own_make_cache(model):
-        return inspect(model, layers=layers, routed=routed)[1]
+
+def _inspect(model: Any, layers: Collection[int] | None, routed: bool) -> tuple[list[Any], list[LayerSpec]]:
+    # Imported at first use: it brings mlx-lm.
+    from veloxquant.models import inspect
+    from veloxquant.models import refuse_without_layers
+
+    refuse_without_layers(model)
+    native = native_caches(model)
+    return native, inspect(model, native, layers=layers, routed=routed)
 
 
 def _set_make_cache(model: Any, make_cache: Any) -> None:
@@ -212,15 +220,12 @@ def _set_make_cache(model: Any, make_cache: Any) -> None:
 def _make(
     model: Any, name: str, config: object, true_queries: bool, layers: Collection[int] | None, registry: Registry
 ) -> list[Any]:
-    from veloxquant.models import inspect
-
     method = registry.get(name)
     parsed: Any = parse_config(method.info.config, config, method=name)
     routed = true_queries and method.ops.attend is not None
     if not true_queries and "queries" in method.info.needs:
         raise ConfigError(f"{name} needs the model's true queries; leave true_queries=False out")
-    with _own_make_cache(model):
-        caches, specs = inspect(model, layers=layers, routed=routed)
+    caches, specs = _inspect(model, layers, routed)
     for spec in specs:
         if "rope" in method.info.needs and spec.rope is None:
             raise UnsupportedModelError(

@@ -66,6 +66,8 @@ class LayerCache:
         self._prompt_open = True
         self._block = 0
         self._shape: list[Any] | None = None
+        # Shapes and dtypes of the one row of a decode step, which needs no further look.
+        self._step: tuple[Any, ...] | None = None
 
     # ------------------------------------------------------------ attention
 
@@ -87,15 +89,18 @@ class LayerCache:
         Raises:
             UnsupportedShapeError: Shapes or dtypes do not fit each other or the rows held.
         """
+        shape = self._shape
+        if (keys.shape, values.shape, keys.dtype, values.dtype) != self._step:
+            shape = self._checked(keys, values)
         rows = keys.shape[2]
-        if rows != 1 or self._shape is None:
-            self._check(keys, values)
-            self._prompt_open = self._prompt_open or rows >= self._window
-        if not self._prompt_open:
+        if not self._prompt_open and rows < self._window:
             result = self._decode(self.method_state, keys, values)
             self.offset += rows
             return result
         result = self._prefill(self.method_state, keys, values)
+        # Only now: a block that the method refuses changes nothing.
+        self._remember(shape)
+        self._prompt_open = True
         self.offset += rows
         self._block = rows
         if rows == 1:
@@ -112,7 +117,7 @@ class LayerCache:
         if finish is not None:
             finish(self.method_state)
 
-    def _check(self, keys: mx.array, values: mx.array) -> None:
+    def _checked(self, keys: mx.array, values: mx.array) -> list[Any]:
         name = f"layer {self.layer.index} ({self.method.name})"
         if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3] or keys.shape[2] == 0:
             raise UnsupportedShapeError(
@@ -126,12 +131,22 @@ class LayerCache:
         dtypes = [str(array.dtype).rpartition(".")[2] for array in (keys, values)]
         shape = [*keys.shape[:2], keys.shape[3], values.shape[3], *dtypes]
         if self._shape is None:
-            self._shape = [*shape, (keys.nbytes + values.nbytes) // keys.shape[2]]
-        elif self._shape[:-1] != shape:
+            return [*shape, (keys.nbytes + values.nbytes) // keys.shape[2]]
+        if self._shape[:-1] != shape:
             raise UnsupportedShapeError(
                 f"{name} holds rows of [B, Hkv, Dk, Dv, dtypes] {self._shape[:-1]} and was given {shape}; "
                 "make a new cache for other shapes"
             )
+        return self._shape
+
+    def _remember(self, shape: list[Any] | None) -> None:
+        if shape is self._shape:
+            return
+        self._shape, self._step = shape, None
+        if shape is not None:
+            batch, heads, key_dim, value_dim, *dtypes = shape[:-1]
+            one = [(batch, heads, 1, dim) for dim in (key_dim, value_dim)]
+            self._step = (*one, *(getattr(mx, name) for name in dtypes))
 
     def make_mask(
         self,
@@ -158,9 +173,9 @@ class LayerCache:
                 f"layer {self.layer.index} attends within a window of {window_size} tokens, and compressed caches "
                 "serve full attention only; leave such layers to the model (make_prompt_cache does, or use layers=)"
             )
-        if return_array:
-            return causal_mask(N, self.rows + N)
-        return None if N == 1 else "causal"
+        if N == 1:
+            return None
+        return causal_mask(N, self.rows + N) if return_array else "causal"
 
     # ----------------------------------------------------------- protocol
 
@@ -248,6 +263,7 @@ class LayerCache:
         self.method_state = self.method.ops.create(self.config, self.layer)
         self.offset = self._block = 0
         self._prompt_open = True
+        self._remember(None)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> NoReturn:
         """Refuse mlx-lm's ``kv_bits``, which would otherwise be ignored in silence."""
@@ -268,7 +284,9 @@ class LayerCache:
 
     @state.setter
     def state(self, state: Sequence[Any]) -> None:
-        other = type(self).from_state(state)
+        from veloxquant.state import rebuild
+
+        other = rebuild(state, method=self.method)
         if (other.method.name, other.config, other.layer) != (self.method.name, self.config, self.layer):
             raise FileFormatError(
                 f"the state belongs to {other.method.name} with {other.config} in layer {other.layer.index}, this "
@@ -300,7 +318,8 @@ class LayerCache:
 
     def _resume(self, session: dict[str, Any]) -> None:
         self.offset, self._prompt_open = int(session["offset"]), bool(session["prompt_open"])
-        self._block, self._shape = int(session["block"]), session["shape"]
+        self._block = int(session["block"])
+        self._remember(session["shape"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerCache:
         other = type(self)(self.method, self.config, self.layer, copy.deepcopy(self.method_state, memo))

@@ -8,7 +8,6 @@ from typing import Any
 from mlx.nn.layers.positional_encoding import RoPE
 from mlx_lm.models import rope_utils
 from mlx_lm.models.cache import KVCache
-from mlx_lm.models.cache import make_prompt_cache
 
 from veloxquant.attention import parts
 from veloxquant.attention import routable
@@ -17,7 +16,7 @@ from veloxquant.errors import UnsupportedModelError
 from veloxquant.types import LayerSpec
 from veloxquant.types import Rope
 
-__all__ = ["describe_rope", "inspect"]
+__all__ = ["describe_rope", "inspect", "refuse_without_layers"]
 
 # Names that mlx-lm's models use for one thing.
 _KV_HEADS = ("n_kv_heads", "num_key_value_heads", "num_kv_heads", "n_kv_head", "kv_heads")
@@ -26,27 +25,25 @@ _SCALE = ("scale", "softmax_scale", "attn_scale")
 _KV_SHARING = ("num_kv_shared_layers", "num_kv_reuse_layers")
 
 
-def inspect(model: Any, *, layers: Collection[int] | None, routed: bool) -> tuple[list[Any], list[LayerSpec]]:
-    """Make the model's own caches and describe the layers whose cache can be replaced.
+def inspect(model: Any, native: list[Any], *, layers: Collection[int] | None, routed: bool) -> list[LayerSpec]:
+    """Describe the layers of a model whose cache can be replaced.
 
     Args:
         model: An mlx-lm model.
+        native: The caches that it makes by itself.
         layers: Indices of the caches to replace; by default every plain one.
         routed: Whether true queries will be routed.
 
     Returns:
-        The native caches, and a spec for each that is to be replaced.
+        A spec for each cache that is to be replaced.
 
     Raises:
         UnsupportedModelError: MLA, shared KV, no full-attention layer, or attention that cannot be routed.
         ConfigError: ``layers`` names a layer that is absent or cannot be compressed.
     """
     name = type(model).__module__.rpartition(".")[2]
-    if not hasattr(model, "layers"):
-        raise UnsupportedModelError(f"{name} has no layers; pass a model that mlx_lm.load returned")
     _refuse_mla(model, name)
     _refuse_shared_kv(model, name)
-    native = make_prompt_cache(model)
     plain = [index for index, cache in enumerate(native) if type(cache) is KVCache]
     chosen = plain if layers is None else _chosen(layers, plain, native)
     if layers is not None and not chosen:
@@ -58,7 +55,14 @@ def inspect(model: Any, *, layers: Collection[int] | None, routed: bool) -> tupl
     if routed:
         _refuse_unroutable(model, name, blocks, chosen)
     mixed = len(chosen) < len(plain)
-    return native, [_spec(index, blocks[index], routed, mixed) for index in chosen]
+    return [_spec(index, blocks[index], routed, mixed) for index in chosen]
+
+
+def refuse_without_layers(model: Any) -> None:
+    """Refuse what is no mlx-lm model."""
+    if not hasattr(model, "layers"):
+        name = type(model).__module__.rpartition(".")[2]
+        raise UnsupportedModelError(f"{name} has no layers; pass a model that mlx_lm.load returned")
 
 
 def describe_rope(module: Any) -> Rope | None:

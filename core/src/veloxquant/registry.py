@@ -132,6 +132,8 @@ class Registry:
             UnknownMethodError: No distribution announces the name.
             PluginError: The plugin is blocked, broken, misnamed, or two distributions claim its name.
         """
+        if not isinstance(name, str):
+            raise UnknownMethodError(f"a method is named by a text, not by {name!r}")
         with self._lock:
             if name in self._loaded and name not in self.blocked:
                 return self._loaded[name]
@@ -258,15 +260,16 @@ class _MisnamedError(PluginError):
 def _register(manager: pluggy.PluginManager, plugin: object, name: str | None, origin: str) -> None:
     if plugin is None:
         raise PluginError(f"{origin} is None where a module or an object with hooks is needed")
+    here_before = True
     try:
         hash(plugin)  # pluggy keeps plugins in sets
+        here_before = manager.is_registered(plugin)
         manager.register(plugin, name)
-        try:
-            manager.check_pending()
-        except pluggy.PluginValidationError:
-            manager.unregister(plugin)
-            raise
+        manager.check_pending()
     except (pluggy.PluginValidationError, ValueError, TypeError) as error:
+        # pluggy 1.6 leaves a plugin half registered when one of its hooks does not fit.
+        if not here_before and manager.is_registered(plugin):
+            manager.unregister(plugin)
         raise PluginError(f"{origin} does not fit the hooks of veloxquant: {error}") from error
 
 

@@ -9,6 +9,7 @@ import attrs
 import mlx.core as mx
 
 from veloxquant.attention import attention
+from veloxquant.batch import BatchLayerCache
 from veloxquant.cache import LayerCache
 from veloxquant.types import ByteCount
 from veloxquant.types import Snapshot
@@ -25,7 +26,7 @@ class LayerReport:
         method: Name of the method, or the class of a cache that the model built itself.
         query_mode: ``routed``, ``proxy``, or None where queries play no part.
         trim: What ``trim`` does: ``exact``, ``approximate`` for deep rewinds of evicted rows, or ``refused``.
-        tokens_seen: Tokens that passed through.
+        tokens_seen: Tokens that passed through; in a batch the sum over its sequences, as for all that follows.
         tokens_kept: Rows held per KV head.
         bytes_held: Bytes of the arrays held by this cache alone.
         bytes_plain: Bytes that mlx-lm's plain cache would hold for the tokens seen, without its spare capacity.
@@ -125,6 +126,8 @@ def report(caches: Any, *, measure_step: bool = False) -> Report:
 
 
 def _layer(index: int, cache: Any, measure_step: bool) -> LayerReport:
+    if isinstance(cache, BatchLayerCache):
+        return _batch(index, cache)
     if not isinstance(cache, LayerCache):
         return _native(index, cache)
     count = cache.account()
@@ -140,6 +143,22 @@ def _layer(index: int, cache: Any, measure_step: bool) -> LayerReport:
         bytes_static=count.static,
         step_bytes=_step_bytes(cache) if measure_step and not cache.empty() else None,
         details=_details(count),
+    )
+
+
+def _batch(index: int, cache: BatchLayerCache) -> LayerReport:
+    """A batch is the sum of its sequences."""
+    parts = [_layer(index, sequence, False) for sequence in cache.sequences]
+    sums = {
+        name: sum(getattr(part, name) for part in parts)
+        for name in ("tokens_seen", "tokens_kept", "bytes_held", "bytes_plain")
+    }
+    itemised = {name: sum(part.details[name] for part in parts) for name in ("keys", "values", "auxiliary")}
+    return attrs.evolve(
+        parts[0],
+        **sums,
+        bytes_static=max(part.bytes_static for part in parts),
+        details={"sequences": len(parts), **itemised},
     )
 
 

@@ -26,7 +26,8 @@ class RoutedLayerCache(LayerCache):
         super().__init__(method, config, layer, state)
         # The core never makes this class for a method without the hook.
         self._attend: Callable[..., mx.array | None] = method.ops.attend  # type: ignore[assignment]
-        self._awaiting = False
+        # Rows whose queries have not come yet.
+        self._awaiting = 0
         self._finish_after = False
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -42,8 +43,14 @@ class RoutedLayerCache(LayerCache):
                 "cache is in use, or make the cache with true_queries=False"
             )
         result = super().update_and_fetch(keys, values)
-        self._awaiting = True
+        self._awaiting = keys.shape[2]
         return result
+
+    def trim(self, n: int) -> int:
+        """As in ``LayerCache``; rows that a failed forward pass left without queries can be trimmed away."""
+        trimmed = super().trim(n)
+        self._awaiting = max(0, self._awaiting - trimmed)
+        return trimmed
 
     def _prompt_attended(self) -> None:
         self._finish_after = True
@@ -53,7 +60,7 @@ class RoutedLayerCache(LayerCache):
 
     def _resume(self, session: dict[str, Any]) -> None:
         super()._resume(session)
-        self._awaiting, self._finish_after = bool(session["awaiting"]), bool(session["finish_after"])
+        self._awaiting, self._finish_after = int(session["awaiting"]), bool(session["finish_after"])
 
     def attend(
         self,
@@ -80,7 +87,7 @@ class RoutedLayerCache(LayerCache):
         output = self._attend(self.method_state, queries, keys, values, scale, mask, sinks)
         if output is None:
             output = attention(queries, keys, values, scale, mask, sinks)
-        self._awaiting = False
+        self._awaiting = 0
         if self._finish_after:
             self._finish_after = False
             self._finish_prompt()
@@ -88,4 +95,4 @@ class RoutedLayerCache(LayerCache):
 
     def _reset(self) -> None:
         super()._reset()
-        self._awaiting = self._finish_after = False
+        self._awaiting, self._finish_after = 0, False

@@ -48,12 +48,13 @@ def describe(cache: LayerCache, snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def rebuild(state: Sequence[Any], registry: Registry | None = None) -> LayerCache:
+def rebuild(state: Sequence[Any], registry: Registry | None = None, method: Method | None = None) -> LayerCache:
     """Make a cache from the list that ``LayerCache.state`` gave.
 
     Args:
         state: JSON text, then the arrays it names.
         registry: Where to find the method; by default the installed ones.
+        method: The method to use if it has the name that the state gives.
 
     Raises:
         FileFormatError: The list is not such a state, or is of a newer format.
@@ -65,7 +66,8 @@ def rebuild(state: Sequence[Any], registry: Registry | None = None) -> LayerCach
 
     header, arrays = _read(state)
     registry = registry or default_registry()
-    method = registry.get(header["method"])
+    if method is None or method.name != header["method"]:
+        method = registry.get(header["method"])
     _refuse_other_version(header, method)
     try:
         config: Any = parse_config(method.info.config, header["config"], method=method.name)

@@ -14,8 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from veloxquant.attention import is_routed
-from veloxquant.attention import route
+from veloxquant.attention import keep_routed
 from veloxquant.batch import BatchLayerCache
 from veloxquant.build import layer_specs
 from veloxquant.build import native_caches
@@ -29,6 +28,7 @@ from veloxquant.registry import default_registry
 from veloxquant.safefile import read_description
 from veloxquant.safefile import read_file
 from veloxquant.safefile import write_file
+from veloxquant.state import STATE_FORMAT
 from veloxquant.state import rebuild
 
 __all__ = ["describe_prompt_cache", "load_prompt_cache", "register_with_mlx_lm", "save_prompt_cache"]
@@ -96,8 +96,8 @@ def load_prompt_cache(
         if cache is None:
             _fill_native(path, index, own, layer, file.arrays)
         caches.append(own if cache is None else cache)
-    if any(isinstance(cache, LayerCache) and cache.query_mode == "routed" for cache in caches) and not is_routed(model):
-        route(model)
+    if any(isinstance(cache, LayerCache) and cache.query_mode == "routed" for cache in caches):
+        keep_routed(model)
     return caches
 
 
@@ -120,6 +120,11 @@ def describe_prompt_cache(path: str | os.PathLike[str]) -> dict[str, Any]:
             layers.append({"method": None})
             continue
         header = json.loads(layer["state"][0]["value"])
+        if header["format"] > STATE_FORMAT:
+            raise FileFormatError(
+                f"{path} holds caches of format {header['format']}, this veloxquant reads up to {STATE_FORMAT}; "
+                "update veloxquant"
+            )
         shown = {name: header[name] for name in ("method", "distribution", "version", "config")}
         layers.append({**shown, "index": header["layer"]["index"], "tokens_seen": header["session"]["offset"],
                        "query_mode": header["layer"]["query_mode"]})  # fmt: skip

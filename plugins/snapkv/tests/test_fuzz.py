@@ -10,12 +10,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
-from veloxquant_snapkv import SnapKVConfig
 
 import veloxquant
 from veloxquant import LayerSpec
 from veloxquant.safefile import read_file
 from veloxquant.safefile import write_file
+from veloxquant_snapkv import SnapKVConfig
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 6
 GROUP = HEADS // KV_HEADS

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -32,7 +31,7 @@ class _NoConfig:
     """No options."""
 
 
-def _no_op(name: str) -> SimpleNamespace:
+def _no_op(name: str) -> _Plugin:
     """A method that hands back what it is given and keeps nothing."""
 
     @hookimpl
@@ -67,11 +66,11 @@ def _no_op(name: str) -> SimpleNamespace:
     return _Plugin(**functions)
 
 
-class _Plugin(SimpleNamespace):
-    __hash__ = object.__hash__
+class _Plugin:
+    """Hooks as attributes of an object; pluggy needs it hashable."""
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    def __init__(self, **hooks: Any) -> None:
+        vars(self).update(hooks)
 
 
 def adapter_cost(others: int = 0, *, calls: int = 2000, rounds: int = 15) -> tuple[float, float]:

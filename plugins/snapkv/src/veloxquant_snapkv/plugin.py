@@ -76,17 +76,17 @@ def veloxquant_attend(
 ) -> mx.array | None:
     """Remember the queries of an open prompt; attend densely, or around rows that a rewind left dead."""
     valid = state.rows.valid()
+    if valid is not None and isinstance(mask, mx.array):
+        raise RoutingError(
+            "snapkv cannot combine a mask array of the model with rows that were rewound head by head; "
+            "start a new cache instead of rewinding into the evicted prompt"
+        )
     if state.collecting:
         state.scale, state.sinks = scale, sinks
         state.observe(queries)
         _evict_chunk(state, queries.shape[2])
     if valid is None:
         return None
-    if isinstance(mask, mx.array):
-        raise RoutingError(
-            "snapkv cannot combine a mask array of the model with rows that were rewound head by head; "
-            "start a new cache instead of rewinding into the evicted prompt"
-        )
     return attention(queries, keys, values, scale, live_mask(valid, queries.shape[1], queries.shape[2]), sinks)
 
 
