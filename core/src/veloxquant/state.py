@@ -42,6 +42,7 @@ def describe(cache: LayerCache, snapshot: Snapshot) -> dict[str, Any]:
         "version": cache.method.version,
         "config": config_to_dict(cache.config),
         "layer": layer,
+        "query_mode": cache.query_mode,
         "session": cache._session(),
         "values": dict(snapshot.values),
         "arrays": list(snapshot.arrays),

@@ -127,7 +127,7 @@ def describe_prompt_cache(path: str | os.PathLike[str]) -> dict[str, Any]:
             )
         shown = {name: header[name] for name in ("method", "distribution", "version", "config")}
         layers.append({**shown, "index": header["layer"]["index"], "tokens_seen": header["session"]["offset"],
-                       "query_mode": header["layer"]["query_mode"]})  # fmt: skip
+                       "query_mode": header["query_mode"]})  # fmt: skip
     return {"format": description["format"], "metadata": description["metadata"], "layers": layers}
 
 

@@ -1,0 +1,105 @@
+"""The command ``veloxquant``: one module a command, each importing what is heavy only when it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from veloxquant.cli import check
+from veloxquant.cli import doctor
+from veloxquant.cli import generate
+from veloxquant.cli import info
+from veloxquant.cli import list as list_command
+from veloxquant.cli import new
+from veloxquant.cli import show
+from veloxquant.cli.output import say_error
+from veloxquant.config import suggest
+from veloxquant.errors import VeloxQuantError
+
+__all__ = ["app", "main"]
+
+# Wrong arguments: typer brings a click of its own in new versions and uses the installed one in old versions.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="veloxquant",
+    help="KV-cache compression methods for mlx-lm models.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command("list")(list_command.list_methods)
+app.command("info")(info.info)
+app.command("doctor")(doctor.doctor)
+app.command("check")(check.check)
+app.command("generate")(generate.generate)
+app.command("show")(show.show)
+app.command("new")(new.new)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"veloxquant {version('veloxquant')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _refuse_unknown_command(words: Sequence[str]) -> None:
+    # Old versions of typer make no suggestion.
+    known = [command.name or "" for command in app.registered_commands]
+    if words and not words[0].startswith("-") and words[0] not in known:
+        raise VeloxQuantError(
+            f"there is no command '{words[0]}'{suggest(words[0], known)} (commands: {', '.join(known)})"
+        )
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        args: The words after the program's name; by default those it was started with.
+
+    Returns:
+        The exit code: 0, 1 when ``doctor`` or ``check`` found problems, 2 for bad input, 130 when interrupted.
+    """
+    # Not list(...): in this package that name is the module of the command.
+    words = [*(sys.argv[1:] if args is None else args)]
+    # Generated text must not end the program on a terminal that cannot show it.
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        _refuse_unknown_command(words)
+        code = app(words or ["--help"], prog_name="veloxquant", standalone_mode=False)
+        sys.stdout.flush()
+    except VeloxQuantError as error:
+        say_error(str(error))
+        return BAD_INPUT
+    except _UsageError as error:
+        say_error(error.format_message())  # type: ignore[attr-defined]
+        return BAD_INPUT
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except BrokenPipeError:
+        # What is still buffered would fail again when Python closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    if code == INTERRUPTED:  # what typer itself makes of Ctrl-C in new versions
+        print("\ninterrupted", file=sys.stderr)
+    return int(code or 0)

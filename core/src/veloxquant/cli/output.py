@@ -1,0 +1,69 @@
+"""How commands write: tables and JSON to stdout, errors and progress to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import Annotated
+from typing import Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["Json", "fields", "only_json", "open_stderr", "open_stdout", "say_error", "table", "write_json"]
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else there.")]
+"""The option ``--json`` of every command."""
+
+
+def open_stdout() -> Console:
+    """A console on stdout that shows texts as they are, brackets included."""
+    return Console(markup=False, highlight=False, emoji=False)
+
+
+def open_stderr() -> Console:
+    """The same on stderr."""
+    return Console(stderr=True, markup=False, highlight=False, emoji=False)
+
+
+def say_error(message: str) -> None:
+    """Write one line on stderr, whatever line breaks the message has."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+
+
+def write_json(value: Any) -> None:
+    """Write a value on stdout."""
+    print(json.dumps(value, indent=2))
+
+
+@contextlib.contextmanager
+def only_json(wanted: bool) -> Iterator[None]:
+    """Send what plugins and libraries print to stderr while JSON is wanted on stdout."""
+    with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
+        yield
+
+
+def table(*columns: str, right: bool = False, caption: str | None = None) -> Table:
+    """A table with these headings.
+
+    Args:
+        columns: Headings.
+        right: Align all columns but the first to the right, for numbers.
+        caption: Text under the table.
+    """
+    result = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption, caption_justify="left")
+    for index, heading in enumerate(columns):
+        result.add_column(heading, justify="right" if right and index else "left", vertical="top")
+    return result
+
+
+def fields(pairs: dict[str, str]) -> Table:
+    """Names and values without lines around them."""
+    result = Table.grid(padding=(0, 2, 0, 0))
+    for name, value in pairs.items():
+        result.add_row(name, value)
+    return result

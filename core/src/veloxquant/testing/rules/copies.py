@@ -1,0 +1,110 @@
+"""Copies, and caches beside one another."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from typing import Any
+
+import mlx.core as mx
+
+from veloxquant.cache import LayerCache
+from veloxquant.testing.driver import Rows
+from veloxquant.testing.driver import Step
+from veloxquant.testing.driver import blocks
+from veloxquant.testing.driver import contents
+from veloxquant.testing.driver import feed
+from veloxquant.testing.driver import numbers
+from veloxquant.testing.driver import require_equal
+from veloxquant.testing.failures import require
+from veloxquant.testing.subject import Subject
+
+_MORE = [5, 1, 1]
+
+
+def _go_on(cache: LayerCache, rows: Rows) -> dict[str, Any]:
+    """Feed more to a cache; returns all that it answers and holds then, as independent numpy arrays."""
+    steps = feed(cache, rows, _MORE)
+    return {**_answers(steps), **contents(cache)}
+
+
+def _answers(steps: list[Step]) -> dict[str, Any]:
+    names = ("keys", "values", "output")
+    return {f"{name} of call {i}": numbers(getattr(one, name)) for i, one in enumerate(steps) for name in names}
+
+
+def check_deepcopy_independent(subject: Subject) -> None:
+    """A deepcopy, at any moment, goes on like the original, and neither notices what the other does."""
+    rows = subject.rows(sum(_MORE), seed=1)
+    for name, cache in subject.moments().items():
+        first, second, before = copy.deepcopy(cache), copy.deepcopy(cache), contents(cache)
+        require_equal(contents(first), before, f"{name}: a copy, against the original")
+        by_copy = _go_on(first, rows)
+        require_equal(contents(cache), before, f"{name}: the original, after its copy went on")
+        by_original = _go_on(cache, rows)
+        require_equal(by_copy, by_original, f"{name}: the copy going on, against the original")
+        require_equal(contents(second), before, f"{name}: another copy, after the original went on")
+
+
+def check_deepcopy_memory(subject: Subject) -> None:
+    """Two hundred copies, each written to and dropped, leave memory where it was."""
+    cache, _ = subject.used(2)
+    more = subject.rows(1, seed=1)
+
+    def cycle() -> None:
+        feed(copy.deepcopy(cache), more)
+
+    cycle()
+    gc.collect()
+    before = mx.get_active_memory()
+    for _ in range(200):
+        cycle()
+    gc.collect()
+    grown = mx.get_active_memory() - before
+    require(grown <= 64 * 1024, f"{grown} bytes more are in use after 200 copies were dropped")
+
+
+def check_interleaved(subject: Subject) -> None:
+    """Caches used in turn give what each gives alone: nothing is shared between them."""
+    cuts = [*blocks(subject.tokens, subject.tokens // 3), 1, 1, 3, 1]
+    fed = [subject.rows(sum(cuts), seed=seed) for seed in (1, 2)]
+    caches = [subject.cache(index) for index in (0, 0)]
+    found: list[list[Step]] = [[], []]
+    start = 0
+    for size in cuts:
+        for which, cache in enumerate(caches):
+            found[which] += feed(cache, fed[which].part(start, start + size))
+        start += size
+    for which, cache in enumerate(caches):
+        alone = subject.cache()
+        answers = _answers(feed(alone, fed[which], cuts))
+        what = f"cache {which} of two used in turn, against one alone"
+        require_equal(_answers(found[which]), answers, what)
+        require_equal(contents(cache), contents(alone), what)
+
+
+def check_threads(subject: Subject) -> None:
+    """Four threads with a cache each give what the same caches give one after another."""
+    cuts = [*subject.prompt, 1, 1, 1, 3, 1]
+    fed = [subject.rows(sum(cuts), seed=seed) for seed in range(4)]
+    found: dict[int, Any] = {}
+
+    def work(which: int) -> None:
+        try:
+            cache = subject.cache()
+            found[which] = {**_answers(feed(cache, fed[which], cuts)), **contents(cache)}
+        except Exception as error:  # shown by the thread that checks
+            found[which] = error
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for which in range(4):
+        if isinstance(found[which], Exception):
+            raise found[which]
+        cache = subject.cache()
+        serial = _answers(feed(cache, fed[which], cuts))
+        require_equal(found[which], {**serial, **contents(cache)}, f"thread {which} of 4, against a serial run")

@@ -1,0 +1,600 @@
+"""The conformance kit finds what it should: methods with one planted fault each, and the rule that must fail.
+
+The faults are of the kinds that other caches have shown in public, see docs/design/cases.md.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import attrs
+import mlx.core as mx
+import pytest
+
+from veloxquant import ByteCount
+from veloxquant import Snapshot
+from veloxquant import VeloxQuantError
+from veloxquant import hookimpl
+from veloxquant.attention import attention
+from veloxquant.registry import Registry
+from veloxquant.testing import check_method
+from veloxquant.testing import rule_names
+
+
+def _toys():
+    # Test folders are no packages, so a plain import would not find a sibling.
+    spec = importlib.util.spec_from_file_location("core_test_kit_toys", Path(__file__).with_name("kit_toys.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+toys = _toys()
+Keeper, KeeperState, Rounder, RounderRows = toys.Keeper, toys.KeeperState, toys.Rounder, toys.RounderRows
+FAULTS = {}
+DENSE = {"budget": 10**6}
+
+
+def caught_by(*rules):
+    """Say which rules must fail for a faulty method."""
+
+    def add(kind):
+        FAULTS[kind.__name__] = (kind, rules)
+        return kind
+
+    return add
+
+
+def check(kind, rules=None):
+    registry = Registry(entry_points=[], blocked=[])
+    dense = DENSE if issubclass(kind, Keeper) else None
+    return {one.rule: one for one in check_method(kind(), dense_config=dense, registry=registry, rules=rules)}
+
+
+# ------------------------------------------------------------------ positions and counts
+
+
+@caught_by("trim_forgets")
+class PositionsAreRowNumbers(Keeper):
+    def place(self, state, count, heads):
+        new = mx.broadcast_to(mx.arange(state.count, state.count + count, dtype=mx.int32), (*heads, count))
+        state.positions = toys.joined(state.positions, new)
+        state.seen += count
+
+
+@caught_by("mask_array_fits", "held_rows_first")
+class ReportsTokensAsRows(Keeper):
+    def account(self, state):
+        return attrs.evolve(super().account(state), rows=state.seen)
+
+
+@caught_by("counts_are_tokens")
+class CountsRowsOfAllHeads(Keeper):
+    def account(self, state):
+        heads = 1 if state.keys is None else state.keys.shape[0] * state.keys.shape[1]
+        return attrs.evolve(super().account(state), rows=state.count * heads)
+
+
+@caught_by("eviction_declared")
+class EvictsWithoutSayingSo(Keeper):
+    evicts = False
+
+
+# ------------------------------------------------------------------ what is returned
+
+
+@caught_by("own_rows_exact", "first_block_exact")
+class EvictsBeforeReturning(Keeper):
+    def prompt_rows(self, state, keys, values):
+        super().prompt_rows(state, keys, values)
+        if state.layer.routed and state.count > state.config.budget:
+            state.queries = keys
+            self.evict(state, state.config.budget)
+        return state.keys, state.values
+
+
+@caught_by("prompt_attended_whole")
+class EvictsBeforeThePromptIsAttended(Keeper):
+    def prompt_rows(self, state, keys, values):
+        if state.count > state.config.budget and state.queries is not None:
+            self.evict(state, state.config.budget)
+        return super().prompt_rows(state, keys, values)
+
+
+@caught_by("own_rows_exact")
+class QuantizesTheRowsJustReturned(Keeper):
+    def later_rows(self, state, keys, values):
+        return super().later_rows(state, mx.round(keys * 8) / 8, mx.round(values * 8) / 8)
+
+
+@caught_by("dtype_kept")
+class ReturnsHalfPrecision(Keeper):
+    def store(self, state, keys, values):
+        return tuple(rows.astype(mx.float16) for rows in super().store(state, keys, values))
+
+
+@caught_by("dtype_kept")
+class PromotesToFullPrecision(Keeper):
+    def store(self, state, keys, values):
+        return super().store(state, keys * mx.array(1.0), values * mx.array(1.0))
+
+
+@caught_by("half_precision")
+class StoresFullPrecision(Keeper):
+    def store(self, state, keys, values):
+        result = super().store(state, keys.astype(mx.float32), values.astype(mx.float32))
+        return tuple(rows.astype(keys.dtype) for rows in result)
+
+
+@caught_by("results_final")
+class EvictsInPlace(Keeper):
+    def evict(self, state, budget):
+        whole = state.keys
+        super().evict(state, budget)
+        whole[:, :, :budget] = state.keys
+
+
+@caught_by("short_prompts")
+class StoresPadding(Keeper):
+    def later_rows(self, state, keys, values):
+        return self.padded(state, *super().later_rows(state, keys, values))
+
+    def prompt_rows(self, state, keys, values):
+        return self.padded(state, *super().prompt_rows(state, keys, values))
+
+    def padded(self, state, keys, values):
+        missing = -state.count % 8
+        if missing:
+            self.store(state, mx.zeros_like(keys[:, :, :1]), mx.zeros_like(values[:, :, :1]))
+        return keys, values
+
+
+@caught_by("mask_array_honoured")
+class IgnoresMaskArrays(Keeper):
+    def attend(self, state, queries, keys, values, scale, mask, sinks):
+        super().attend(state, queries, keys, values, scale, None, sinks)
+        return attention(queries, keys, values, scale, "causal", sinks)
+
+
+# ------------------------------------------------------------------ which rows are kept
+
+
+@caught_by("budget_with_chunks", "chunk_parity")
+class GivesEachChunkABudget(Keeper):
+    def attend(self, state, queries, keys, values, scale, mask, sinks):
+        result = super().attend(state, queries, keys, values, scale, mask, sinks)
+        before = state.count - queries.shape[2]
+        if state.collecting and queries.shape[2] > state.config.budget:
+            self.evict(state, before + state.config.budget)
+        return result
+
+    def finish(self, state):
+        state.collecting, state.queries = False, None
+
+
+@caught_by("chunk_parity", "budget_with_chunks")
+class TakesTheBudgetFromKeptRows(Keeper):
+    def attend(self, state, queries, keys, values, scale, mask, sinks):
+        result = super().attend(state, queries, keys, values, scale, mask, sinks)
+        if state.collecting and queries.shape[2] > state.config.window:
+            self.evict(state, max(20, state.count // 2))
+        return result
+
+    def finish(self, state):
+        state.collecting, state.queries = False, None
+
+
+@caught_by("chunk_parity")
+class ForgetsTheQueriesOfEarlierChunks(Keeper):
+    def observe(self, state, queries):
+        if queries.shape[2] > 1:
+            state.queries = None
+        super().observe(state, queries)
+
+
+@caught_by("newest_row_held")
+class EvictsTheNewestRow(Keeper):
+    def later_rows(self, state, keys, values):
+        result = super().later_rows(state, keys, values)
+        for name in ("keys", "values", "positions"):
+            array = getattr(state, name)
+            setattr(state, name, mx.concatenate([array[:, :, :-2], array[:, :, -1:]], axis=2))
+        state.keys, state.values = result[0][:, :, : state.count], result[1][:, :, : state.count]
+        return result
+
+
+@caught_by("newest_row_held", "block_rows_held")
+class DoesNotStoreDecodedRows(Keeper):
+    def later_rows(self, state, keys, values):
+        state.seen += keys.shape[2]
+        return toys.joined(state.keys, keys), toys.joined(state.values, values)
+
+
+@caught_by("sinks_held")
+class DropsTheSinks(Keeper):
+    def protected(self, state, votes):
+        return mx.where(mx.arange(state.count) >= state.count - state.config.window, mx.inf, votes)
+
+
+@caught_by("short_prompts")
+class RoundsTheBudgetDownToNothing(Keeper):
+    def budget(self, state):
+        return int(state.seen * 0.2)
+
+    def protected(self, state, votes):
+        return votes
+
+
+@caught_by("held_rows_in_order")
+class KeepsRowsInTheOrderOfTheirVotes(Keeper):
+    def evict(self, state, budget):
+        index = mx.argsort(-self.protected(state, self.votes(state)), axis=-1)[..., :budget]
+        for name in ("keys", "values"):
+            setattr(state, name, mx.take_along_axis(getattr(state, name), index[..., None], axis=2))
+        state.positions = mx.take_along_axis(state.positions, index, axis=2)
+
+
+@caught_by("keys_fit_values")
+class TakesValuesByAnotherHeadsChoice(Keeper):
+    def evict(self, state, budget):
+        values = state.values[:, ::-1]
+        state.values = values
+        super().evict(state, budget)
+        state.values = state.values[:, ::-1]
+
+
+@caught_by("batch_rows_independent")
+class VotesForAllSequencesTogether(Keeper):
+    def votes(self, state):
+        votes = super().votes(state)
+        return mx.broadcast_to(votes.sum(axis=0, keepdims=True), votes.shape)
+
+
+@caught_by("first_token_alone")
+class FreezesTheScaleOfTheFirstBlock(Rounder):
+    class rows(RounderRows):
+        first = None
+
+        def scales(self, wide):
+            if self.first is None:
+                self.first = mx.abs(wide).max(axis=2, keepdims=True).max(axis=3, keepdims=True)
+            return mx.broadcast_to(self.first, (*wide.shape[:3], 1))
+
+
+@caught_by("streamed_like_prompt", "odd_lengths", "store_writes")
+class SharesAScaleWithinEachCall(Rounder):
+    class rows(RounderRows):
+        def scales(self, wide):
+            whole = mx.abs(wide).max(axis=(2, 3), keepdims=True)
+            return mx.broadcast_to(whole, (*wide.shape[:3], 1))
+
+
+# ------------------------------------------------------------------ rewinds
+
+
+@caught_by("trim_forgets", "deep_rewind")
+class MovesOnlyACounter(Keeper):
+    def rewind(self, state, count):
+        state.seen -= count
+
+
+@caught_by("trim_forgets")
+class FinishesAgainInTrim(Keeper):
+    def rewind(self, state, count):
+        super().rewind(state, count)
+        if not state.collecting and state.count > state.config.budget - 4:
+            state.queries = state.keys[:, :, -state.config.window :]
+            self.evict(state, state.config.budget - 4)
+            state.queries = None
+
+
+@caught_by("deep_rewind")
+class RefusesADeepRewindAfterDroppingRows(Keeper):
+    def rewind(self, state, count):
+        super().rewind(state, count)
+        if state.ragged:
+            raise VeloxQuantError("keeper cannot rewind into the evicted prompt")
+
+
+@caught_by("deep_rewind")
+class HidesRewoundRowsBehindHugeKeys(Keeper):
+    def attend(self, state, queries, keys, values, scale, mask, sinks):
+        if state.collecting:
+            self.observe(state, queries)
+        dead = (state.positions < 0)[..., None]
+        return attention(queries, mx.where(dead, -1e5, keys).astype(keys.dtype), values, scale, "causal", sinks)
+
+
+@attrs.define(eq=False)
+class StateWithNorm(KeeperState):
+    norm: mx.array | None = None
+
+
+@caught_by("trim_state")
+class KeepsForgottenTokensInASummary(Keeper):
+    state = StateWithNorm
+
+    def store(self, state, keys, values):
+        total = mx.abs(keys.astype(mx.float32)).sum(axis=(2, 3))
+        state.norm = total if state.norm is None else state.norm + total
+        return super().store(state, keys, values)
+
+    def account(self, state):
+        count = super().account(state)
+        return attrs.evolve(count, auxiliary=count.auxiliary + (0 if state.norm is None else state.norm.nbytes))
+
+    def serialize(self, state):
+        snapshot = super().serialize(state)
+        return snapshot if state.norm is None else Snapshot({**snapshot.arrays, "norm": state.norm}, snapshot.values)
+
+
+@caught_by("trim_in_prompt")
+class KeepsTheQueriesOfForgottenTokens(Keeper):
+    def rewind(self, state, count):
+        queries = state.queries
+        super().rewind(state, count)
+        state.queries = queries
+
+
+# ------------------------------------------------------------------ copies and states
+
+
+@attrs.define(eq=False)
+class StateThatIsItsOwnCopy(KeeperState):
+    def __deepcopy__(self, memo):
+        return self
+
+
+@caught_by("deepcopy_independent")
+class SharesTheStateBetweenCopies(Keeper):
+    state = StateThatIsItsOwnCopy
+
+
+@attrs.define(eq=False)
+class StateWithDtype(KeeperState):
+    dtype: mx.Dtype | None = mx.float32
+
+
+@caught_by("deepcopy_independent", "deepcopy_memory")
+class StoresAnMLXDtype(Keeper):
+    state = StateWithDtype
+
+
+@caught_by("interleaved")
+class KeepsQueriesInAGlobal(Keeper):
+    latest = None
+
+    def observe(self, state, queries):
+        if state.queries is None:
+            self.latest = None
+        state.queries = self.latest
+        super().observe(state, queries)
+        self.latest = state.queries
+
+
+@caught_by("restored_goes_on")
+class SnapshotMissesTheQueries(Keeper):
+    def serialize(self, state):
+        snapshot = super().serialize(state)
+        return Snapshot({n: a for n, a in snapshot.arrays.items() if n != "queries"}, snapshot.values)
+
+
+@caught_by("restored_goes_on")
+class SnapshotMissesTheTokensSeen(Keeper):
+    def serialize(self, state):
+        snapshot = super().serialize(state)
+        return Snapshot(snapshot.arrays, {n: v for n, v in snapshot.values.items() if n != "seen"})
+
+
+@caught_by("state_final")
+class RestoreKeepsAReference(Keeper):
+    def restore(self, config, layer, snapshot):
+        return self.state(config, layer, **snapshot.arrays, **snapshot.values)
+
+    def store(self, state, keys, values):
+        if state.positions is not None:
+            state.positions += 0 * state.positions - (state.positions == 1)
+        return super().store(state, keys, values)
+
+
+@caught_by("state_flat")
+class SnapshotOfAnObject(Keeper):
+    def serialize(self, state):
+        state.seen += 0 if state.keys is None else 1
+        return super().serialize(state)
+
+
+@attrs.frozen(kw_only=True)
+class CarelessConfig(toys.KeeperConfig):
+    budget: int = attrs.field(default=40, eq=False)
+
+
+@caught_by("other_config_refused")
+class AcceptsAFileOfOtherOptions(Keeper):
+    config = CarelessConfig
+
+
+@attrs.define(kw_only=True)
+class ThawedConfig(toys.KeeperConfig.__base__):
+    budget: int = 40
+    window: int = 8
+    sinks: int = 4
+
+
+@caught_by("name")
+class ConfigCanBeChanged(Keeper):
+    config = ThawedConfig
+
+
+# ------------------------------------------------------------------ bytes
+
+
+@caught_by("bytes_held")
+class BytesByFormula(Keeper):
+    def account(self, state):
+        if state.keys is None:
+            return ByteCount(rows=0)
+        size = state.keys.size * 2
+        return ByteCount(keys=size, values=size, rows=state.count)
+
+
+@attrs.define(eq=False)
+class StateWithTotal(KeeperState):
+    total: int = 0
+
+
+@caught_by("bytes_held")
+class AddsBytesAtEveryCall(Keeper):
+    state = StateWithTotal
+
+    def store(self, state, keys, values):
+        state.total += keys.nbytes
+        return super().store(state, keys, values)
+
+    def account(self, state):
+        return attrs.evolve(super().account(state), keys=state.total)
+
+
+@caught_by("bytes_held", "store_bytes")
+class ForgetsTheScalesInTheBytes(Rounder):
+    class rows(RounderRows):
+        def account(self):
+            return ByteCount() if self.parts is None else ByteCount(keys=self.parts[0].nbytes, values=0)
+
+
+@caught_by("queries_freed")
+class NeverFreesTheQueries(Keeper):
+    def finish(self, state):
+        queries = state.queries
+        super().finish(state)
+        state.queries = queries
+
+
+@caught_by("memory_held")
+class KeepsAViewOfTheWholePrompt(Keeper):
+    def evict(self, state, budget):
+        for name in ("keys", "values", "positions"):
+            whole = getattr(state, name)
+            setattr(state, name, whole[:, :, -budget:])
+
+
+@caught_by("spare_rows")
+class HoldsHundredsOfSpareRows(Keeper):
+    def account(self, state):
+        count = super().account(state)
+        return count if state.keys is None else attrs.evolve(count, keys=count.keys + 256 * 2 * 64 * 4)
+
+
+# ------------------------------------------------------------------ shapes and numbers
+
+
+@caught_by("value_dim")
+class TreatsValuesWithTheWidthOfKeys(Keeper):
+    def store(self, state, keys, values):
+        return super().store(state, keys, values.reshape(*keys.shape))
+
+
+@caught_by("head_dims")
+class NeedsHeadDimsOf64(Keeper):
+    def store(self, state, keys, values):
+        groups = keys.reshape(*keys.shape[:3], -1, min(64, keys.shape[3] // 8 * 8))
+        return super().store(state, groups.reshape(keys.shape), values)
+
+    def observe(self, state, queries):
+        super().observe(state, queries.reshape(*queries.shape[:3], -1, 32).reshape(queries.shape))
+
+
+@caught_by("query_groups")
+class TakesOneQueryHeadForEachKVHead(Keeper):
+    def votes(self, state):
+        return (state.queries[:, :, -1:] @ state.keys.swapaxes(2, 3))[:, :, 0]
+
+
+@caught_by("deterministic")
+class BreaksTiesByChance(Keeper):
+    def votes(self, state):
+        votes = super().votes(state)
+        return votes + mx.random.uniform(shape=votes.shape)
+
+
+@caught_by("nan_visible")
+class HidesNaN(Keeper):
+    def store(self, state, keys, values):
+        return super().store(state, mx.nan_to_num(keys), mx.nan_to_num(values))
+
+
+@caught_by("extreme_values")
+class SquaresInHalfPrecision(Rounder):
+    class rows(RounderRows):
+        def scales(self, wide):
+            half = wide.astype(mx.float16)
+            return mx.sqrt((half * half).sum(axis=-1, keepdims=True)).astype(mx.float32)
+
+
+@caught_by("no_host_sync")
+class ReadsAnArrayBack(Keeper):
+    def later_rows(self, state, keys, values):
+        if mx.isnan(keys).any().item():
+            raise VeloxQuantError("a key is NaN")
+        return super().later_rows(state, keys, values)
+
+
+@caught_by("store_reads")
+class GathersFromTheWrongHead(Rounder):
+    class rows(RounderRows):
+        def gather(self, index):
+            return super().gather(mx.broadcast_to(index[:, :1], index.shape))
+
+
+@caught_by("store_round_trip")
+class LoadsByReference(Rounder):
+    class rows(RounderRows):
+        def load(self, arrays):
+            super().load(arrays)
+            self.parts = tuple(arrays.values()) or None
+
+        def append(self, keys, values):
+            if self.parts is not None:
+                self.parts[1][...] = self.parts[1] * 2
+            super().append(keys, values)
+
+
+@caught_by("observers")
+class BehavesDifferentlyWhenWatched(Keeper):
+    @hookimpl
+    def veloxquant_finish_prompt(self, state):
+        if "pluggy" in sys._getframe(1).f_code.co_filename:
+            state.config = attrs.evolve(state.config, budget=30)
+        self.finish(state)
+
+
+# ------------------------------------------------------------------ the tests
+
+
+@pytest.fixture(scope="module")
+def clean():
+    """What the whole kit says of the clean methods."""
+    return {kind: check(kind) for kind in (Keeper, Rounder)}
+
+
+@pytest.mark.parametrize("kind", [Keeper, Rounder])
+def test_a_clean_method_passes_every_rule(clean, kind):
+    assert list(clean[kind]) == rule_names()
+    assert {name: one.message for name, one in clean[kind].items() if one.outcome == "failed"} == {}
+
+
+def test_every_rule_that_needs_no_installation_applies_to_one_of_the_clean_methods(clean):
+    applied = {name for found in clean.values() for name, one in found.items() if one.outcome != "not applicable"}
+    assert set(rule_names()) - applied == {"from_state", "file_in_new_process"}
+
+
+@pytest.mark.parametrize(("kind", "rules"), FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_found_by_name(kind, rules):
+    found = check(kind, rules)
+    assert {name: one.outcome for name, one in found.items()} == dict.fromkeys(rules, "failed")
+    assert all(one.message for one in found.values())
+
+
+def test_there_are_enough_faults():
+    assert len(FAULTS) >= 25
