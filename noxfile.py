@@ -87,6 +87,21 @@ def quality(session: nox.Session) -> None:
     _test(session, SLOW, *(f"{folder}/tests" for folder in FOLDERS), "tests", env=_openblas(session))
 
 
+@nox.session(default=False)
+def fuzz(session: nox.Session) -> None:
+    """Drive every method through 1,000 random histories, new ones each time."""
+    _install(session, FOLDERS, groups=["test"])
+    paths = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("**/tests/test_fuzz.py"))]
+    _test(session, FAST, *(path for path in paths if not path.startswith(".")), env={"VELOXQUANT_FUZZ": "1000"})
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Measure what the adapter between mlx-lm and a method costs."""
+    _install(session, FOLDERS, groups=[])
+    session.run("python", "-m", "veloxquant.bench.adapter", *session.posargs)
+
+
 @nox.session(default=False, venv_backend="uv")
 @nox.parametrize("folder", [nox.param("core", id="core"), *PLUGINS])
 def oldest(session: nox.Session, folder: str) -> None:

@@ -15,10 +15,16 @@ from veloxquant import ByteCount
 from veloxquant import Snapshot
 from veloxquant import VeloxQuantError
 from veloxquant import hookimpl
+from veloxquant import safefile
+from veloxquant import store
 from veloxquant.attention import attention
+from veloxquant.batch import BatchLayerCache
+from veloxquant.batch import MergeableLayerCache
+from veloxquant.cache import LayerCache
 from veloxquant.registry import Registry
 from veloxquant.testing import check_method
 from veloxquant.testing import rule_names
+from veloxquant.testing.rules import rewinds
 
 
 def _toys():
@@ -89,8 +95,10 @@ class EvictsBeforeReturning(Keeper):
     def prompt_rows(self, state, keys, values):
         super().prompt_rows(state, keys, values)
         if state.layer.routed and state.count > state.config.budget:
-            state.queries = keys
+            # The queries have not come yet.
+            queries, state.queries = state.queries, keys
             self.evict(state, state.config.budget)
+            state.queries = queries
         return state.keys, state.values
 
 
@@ -399,7 +407,7 @@ class RestoreKeepsAReference(Keeper):
 
 
 @caught_by("state_flat")
-class SnapshotOfAnObject(Keeper):
+class ChangesItsStateWhenSerialized(Keeper):
     def serialize(self, state):
         state.seen += 0 if state.keys is None else 1
         return super().serialize(state)
@@ -479,11 +487,22 @@ class KeepsAViewOfTheWholePrompt(Keeper):
             setattr(state, name, whole[:, :, -budget:])
 
 
+@attrs.define(eq=False)
+class StateWithSpareRows(KeeperState):
+    spare: mx.array | None = None
+
+
 @caught_by("spare_rows")
 class HoldsHundredsOfSpareRows(Keeper):
+    state = StateWithSpareRows
+
+    def store(self, state, keys, values):
+        state.spare = mx.zeros((*keys.shape[:2], 256, keys.shape[3]), keys.dtype)
+        return super().store(state, keys, values)
+
     def account(self, state):
         count = super().account(state)
-        return count if state.keys is None else attrs.evolve(count, keys=count.keys + 256 * 2 * 64 * 4)
+        return count if state.spare is None else attrs.evolve(count, keys=count.keys + state.spare.nbytes)
 
 
 # ------------------------------------------------------------------ shapes and numbers
@@ -594,6 +613,79 @@ def test_a_planted_fault_is_found_by_name(kind, rules):
     found = check(kind, rules)
     assert {name: one.outcome for name, one in found.items()} == dict.fromkeys(rules, "failed")
     assert all(one.message for one in found.values())
+
+
+def offset_is_rows(monkeypatch):
+    whole = LayerCache.update_and_fetch
+
+    def update_and_fetch(self, keys, values):
+        result = whole(self, keys, values)
+        self.offset = self.rows
+        return result
+
+    monkeypatch.setattr(LayerCache, "update_and_fetch", update_and_fetch)
+
+
+def trim_layer_by_layer(caches, count):
+    counts = [cache.trim(count) for cache in caches]
+    return counts[0]
+
+
+def every_row(self, rows):
+    return [rows] * len(self.sequences)
+
+
+def mask_of_any_window(self, N, **_):
+    return None if N == 1 else "causal"
+
+
+def rebuilt_around(cache, state):
+    other = type(cache)(cache.method, cache.config, cache.layer, state)
+    other._resume(cache._session())
+    return other
+
+
+# What a method cannot get wrong by itself: a name, what to put in its place, and the rules that must fail.
+CORE_FAULTS = {
+    "padding is stored": (BatchLayerCache, "_take", every_row, ["batch_like_alone"]),
+    "extract hands out the live cache": (
+        BatchLayerCache, "extract", lambda self, idx: self.sequences[idx], ["batch_join_and_leave"]
+    ),
+    "merge takes the caches themselves": (
+        MergeableLayerCache, "merge", staticmethod(lambda caches: BatchLayerCache(caches)), ["batch_join_and_leave"]
+    ),
+    "proxy caches offer merge": (LayerCache, "merge", lambda caches: None, ["merge_offered"]),
+    "copies share the state": (
+        LayerCache,
+        "__deepcopy__",
+        lambda self, memo: rebuilt_around(self, self.method_state),
+        ["deepcopy_independent", "batch_steps"],
+    ),
+    "an attribute bits": (LayerCache, "bits", 4, ["members", "restored_goes_on"]),
+    "kv_bits does nothing": (LayerCache, "to_quantized", lambda self, **_: self, ["kv_bits_refused"]),
+    "windows are ignored": (
+        LayerCache, "make_mask", mask_of_any_window, ["window_refused", "mask_array_fits"]
+    ),
+    "trim goes layer by layer": (
+        rewinds, "trim_prompt_cache", trim_layer_by_layer, ["trim_all_or_none"]
+    ),
+    "files of other options are taken": (store, "_check_expected", lambda *_: None, ["other_config_refused"]),
+    "files of other models are taken": (store, "_check_model", lambda *_: None, ["other_model_refused"]),
+    "altered files are taken": (safefile, "_digest", lambda *_: "0" * 64, ["damaged_file_refused"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "name", "fault", "rules"), CORE_FAULTS.values(), ids=CORE_FAULTS)
+def test_a_fault_of_the_core_is_found_too(monkeypatch, target, name, fault, rules):
+    monkeypatch.setattr(target, name, fault, raising=False)
+    found = check(Keeper, rules)
+    assert {name: one.outcome for name, one in found.items()} == dict.fromkeys(rules, "failed")
+
+
+def test_an_offset_that_counts_rows_is_found(monkeypatch):
+    offset_is_rows(monkeypatch)
+    found = check(Keeper, ["offset", "counts_are_tokens"])
+    assert {one.outcome for one in found.values()} == {"failed"}
 
 
 def test_there_are_enough_faults():

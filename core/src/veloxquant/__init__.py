@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from veloxquant.build import get_cache
     from veloxquant.build import make_prompt_cache
     from veloxquant.build import use
+    from veloxquant.positions import PositionedRows
     from veloxquant.reports import report
     from veloxquant.rewind import trim_prompt_cache
     from veloxquant.rows import DenseRows
-    from veloxquant.rows import PositionedRows
     from veloxquant.rows import RowStore
     from veloxquant.store import load_prompt_cache
     from veloxquant.store import register_with_mlx_lm
@@ -83,7 +83,7 @@ __all__ = [
 # Resolved at first use: listing methods needs none of it, and importing mlx-lm takes most of a second.
 _LAZY = {
     "DenseRows": "rows",
-    "PositionedRows": "rows",
+    "PositionedRows": "positions",
     "RowStore": "rows",
     "get_cache": "build",
     "load_prompt_cache": "store",

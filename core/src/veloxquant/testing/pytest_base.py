@@ -19,7 +19,7 @@ __all__ = ["MethodTests"]
 
 
 @functools.cache
-def _subject(kind: type[MethodTests]) -> Subject:
+def _subject(kind: Any) -> Subject:
     """The method of a test class, prepared once for all rules."""
     return make_subject(
         kind.method,
@@ -53,7 +53,8 @@ class MethodTests:
     @pytest.mark.parametrize("rule", rule_names())
     def test_rule(self, rule: str) -> None:
         """The method keeps the rule, or breaks it with a reason."""
-        result = run_rule(rule, _subject(type(self)))
+        kind: Any = type(self)
+        result = run_rule(rule, _subject(kind))
         reason = self.expected_failures.get(rule)
         if reason is not None:
             if result.outcome == "failed":

@@ -75,7 +75,7 @@ class SnapKVState:
         self.rows.rewind(self.rows.end - count)
         if self.recent is not None:
             left = self.recent.shape[2] - count
-            self.recent = self.recent[:, :, :left, :] if left > 0 else None
+            self.recent = mx.contiguous(self.recent[:, :, :left, :]) if left > 0 else None
 
     def account(self) -> ByteCount:
         """Bytes of rows, positions and queries."""

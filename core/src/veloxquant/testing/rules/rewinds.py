@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from veloxquant.cache import LayerCache
 from veloxquant.errors import VeloxQuantError
+from veloxquant.rewind import trim_prompt_cache
 from veloxquant.testing.driver import Rows
 from veloxquant.testing.driver import contents
 from veloxquant.testing.driver import feed
@@ -117,6 +118,23 @@ def check_trim_limits(subject: Subject) -> None:
     for one in (cache, fresh):
         feed(one, rows, [*subject.prompt, 1, 1])
     require_equal(contents(cache), contents(fresh), "used again after everything was trimmed, against a new cache")
+
+
+@when(trimmable)
+def check_trim_all_or_none(subject: Subject) -> None:
+    """``trim_prompt_cache`` trims every layer by the same count, or none."""
+    long, _ = subject.used(3)
+    short = subject.cache(1)
+    feed(short, subject.rows(4), [3, 1])
+    before = contents(long), contents(short)
+    returned = trim_prompt_cache([long, short], 8)
+    require(returned == 0, f"trimming 8 tokens of layers that have seen {long.offset} and 4 returned {returned}")
+    require_equal(contents(long), before[0], "the longer layer, after a trim that the other could not follow")
+    require_equal(contents(short), before[1], "the shorter layer, after a trim that it could not follow")
+    returned = trim_prompt_cache([long, short], 2)
+    offsets = (returned, long.offset, short.offset)
+    expected = (2, subject.tokens + 1, 2)
+    require(offsets == expected, f"trimming 2 tokens returned, and left offsets, {offsets} instead of {expected}")
 
 
 def _refused(subject: Subject) -> str | None:

@@ -1,0 +1,120 @@
+"""Arrays of rows that grow together: spare capacity, whole-row reads, and no trace of what was dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import mlx.core as mx
+
+from veloxquant.errors import UnsupportedShapeError
+
+__all__ = ["GrowingArrays", "flat_index"]
+
+
+def flat_index(index: mx.array, rows: int) -> mx.array:
+    """Turn ``[B, H, k]`` row numbers into row numbers of the ``[B * H * rows, D]`` view."""
+    batch, heads, _ = index.shape
+    first = mx.arange(batch * heads, dtype=mx.int32).reshape(batch, heads, 1) * rows
+    return (index.astype(mx.int32) + first).reshape(-1)
+
+
+def _step(capacity: int) -> int:
+    """Rows to grow by: an eighth, in multiples of 16, so that a small budget has little slack."""
+    return min(256, max(16, capacity // 8 // 16 * 16))
+
+
+def _capacity(capacity: int, needed: int) -> int:
+    while capacity < needed:
+        capacity += _step(capacity)
+    return capacity
+
+
+@attrs.define(eq=False)
+class GrowingArrays:
+    """Named arrays ``[B, H, rows, D]``, any D and dtype, that hold the same number of rows."""
+
+    count: int = attrs.field(default=0, init=False)
+    """Rows held."""
+    _buffers: dict[str, mx.array] = attrs.field(factory=dict, init=False)
+    # Capacity right after the last exact fit. Capacity follows from it and the count alone, so that rows that were
+    # appended and dropped again leave no trace in it.
+    _base: int = attrs.field(default=0, init=False)
+
+    def append(self, rows: Mapping[str, mx.array]) -> None:
+        """Store new rows, the same number under every name."""
+        end = self.count + next(iter(rows.values())).shape[2]
+        for name, new in rows.items():
+            self._buffers[name] = self._written(self._buffers.get(name), new, end)
+        self.count = end
+
+    def _written(self, buffer: mx.array | None, rows: mx.array, end: int) -> mx.array:
+        capacity = 0 if buffer is None else buffer.shape[2]
+        if buffer is None or capacity < end:
+            grown = _capacity(capacity, end)
+            batch, heads, _, dim = rows.shape
+            spare = mx.zeros((batch, heads, grown - self.count, dim), dtype=rows.dtype)
+            buffer = spare if buffer is None else mx.concatenate([buffer[..., : self.count, :], spare], axis=2)
+        buffer[..., self.count : end, :] = rows
+        return buffer
+
+    def live(self, name: str) -> mx.array:
+        """The rows held under a name.
+
+        Raises:
+            UnsupportedShapeError: No rows are held.
+        """
+        # Always a view, also of a full buffer: the buffer object itself is written to after a drop_last.
+        return self._buffer(name)[..., : self.count, :]
+
+    def _buffer(self, name: str) -> mx.array:
+        if name not in self._buffers:
+            raise UnsupportedShapeError("no rows are held yet; append some first")
+        return self._buffers[name]
+
+    def gather(self, name: str, index: mx.array) -> mx.array:
+        """Rows by number, read through one take over whole rows.
+
+        Args:
+            name: The array.
+            index: ``[B, H, k]`` int32.
+
+        Returns:
+            ``[B, H, k, D]``.
+        """
+        buffer = self._buffer(name)
+        batch, heads, capacity, dim = buffer.shape
+        flat = mx.take(buffer.reshape(-1, dim), flat_index(index, capacity), axis=0)
+        return flat.reshape(batch, heads, index.shape[2], dim)
+
+    def keep(self, index: mx.array) -> None:
+        """Drop all rows but ``index``; the buffers then fit exactly."""
+        self._buffers = {name: self.gather(name, index) for name in self._buffers}
+        self.count = self._base = index.shape[2]
+
+    def drop_last(self, count: int) -> None:
+        """Forget the last ``count`` rows; capacity falls to what it would be without them."""
+        self.count -= count
+        if self.count == 0:
+            self._buffers, self._base = {}, 0
+            return
+        self._base = min(self._base, self.count)
+        capacity = _capacity(self._base, self.count)
+        for name, buffer in self._buffers.items():
+            if capacity < buffer.shape[2]:
+                # A copy: a view would hold the whole buffer.
+                self._buffers[name] = mx.contiguous(buffer[..., :capacity, :])
+
+    def arrays(self) -> dict[str, mx.array]:
+        """The rows held, by name; empty when there are none."""
+        return {name: self.live(name) for name in self._buffers}
+
+    def load(self, arrays: Mapping[str, mx.array]) -> None:
+        """Take over what ``arrays`` gave; the buffers then fit exactly."""
+        self._buffers = {name: mx.array(array) for name, array in arrays.items()}
+        if arrays:
+            self.count = self._base = next(iter(arrays.values())).shape[2]
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of one buffer, spare capacity included; 0 when nothing is held."""
+        return self._buffers[name].nbytes if name in self._buffers else 0
