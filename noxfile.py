@@ -88,9 +88,16 @@ def quality(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Build the documentation into docs/_build; a warning is an error."""
+    session.install(*_group("docs"))
+    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs)
+
+
+@nox.session(default=False)
 def fuzz(session: nox.Session) -> None:
     """Drive every method through 1,000 random histories, new ones each time."""
-    _install(session, FOLDERS, groups=["test"])
+    _install(session, FOLDERS, group="test")
     paths = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("**/tests/test_fuzz.py"))]
     _test(session, FAST, *(path for path in paths if not path.startswith(".")), env={"VELOXQUANT_FUZZ": "1000"})
 
@@ -98,7 +105,7 @@ def fuzz(session: nox.Session) -> None:
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Measure what the adapter between mlx-lm and a method costs."""
-    _install(session, FOLDERS, groups=[])
+    _install(session, FOLDERS, group=None)
     session.run("python", "-m", "veloxquant.bench.adapter", *session.posargs)
 
 

@@ -102,3 +102,84 @@ def test_caches_that_cannot_share_a_mask_cannot_be_merged(method, model):
     assert not hasattr(partly[0], "merge")
     if "queries" not in veloxquant.method_info(method.name).needs:
         assert not hasattr(veloxquant.get_cache(method.name, method.small), "merge")
+
+
+def filled(method, model, length, seed=0):
+    caches = method.caches(model)
+    tokens = mx.random.randint(0, 64, (1, length), key=mx.random.key(seed))
+    model(tokens[:, :-1], cache=caches)
+    model(tokens[:, -1:], cache=caches)
+    return caches
+
+
+def decode(model, caches, tokens):
+    return mx.stack([model(mx.array([[token]]), cache=caches)[0, -1] for token in tokens])
+
+
+def test_one_history_given_to_several_prompts_becomes_several_sequences(method, model, generate):
+    system = filled(method, model, 90)
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    expected = []
+    for prompt in prompts:
+        alone = filled(method, model, 90)
+        expected.append(generate(model, prompt, alone, 5))
+    tokens, _ = run_batch(BatchGenerator(model), prompts, [5, 5, 5], caches=[system] * 3)
+    assert tokens == expected
+    assert {cache.offset for cache in system} == {90}
+
+
+def test_a_sequence_that_is_kept_twice_becomes_two(method, model):
+    caches = filled(method, model, 90)
+    for cache in caches:
+        batch = type(cache).merge([cache])
+        batch.filter([0, 0])
+        one, other = batch.sequences
+        assert one is not other
+        one.trim(1)
+        assert (one.offset, other.offset) == (89, 90)
+
+
+def test_a_padded_prompt_is_announced_whole_and_cannot_be_rewound(method, model):
+    cache = method.caches(model)[0]
+    batch = type(cache).merge([cache, cache])
+    for lengths, padding in ([[4], [0, 2]], [[4, 2], [0, 1]], [[4, -2], [0, 6]], [None, [0, 2]]):
+        with pytest.raises(veloxquant.VeloxQuantError):
+            batch.prepare(lengths=lengths, right_padding=padding)
+    batch.prepare(lengths=[4, 2], right_padding=[0, 2])
+    assert batch.is_trimmable() is False
+    assert batch.trim(1) == 0
+    twin = type(batch).from_state(batch.state)
+    assert twin._remaining == [4, 2]
+    batch.prepare(lengths=[4, 4], right_padding=[0, 0])
+    assert batch.is_trimmable()
+
+
+def test_what_does_not_belong_together_is_refused_with_a_sentence(method, model):
+    caches = filled(method, model, 90)[0], filled(method, model, 40)[0]
+    batch = type(caches[0]).merge(caches)
+    half = method.caches(model)[0]
+    rows = mx.zeros((1, 2, 3, 32), mx.float16)
+    half.update_and_fetch(rows, rows)
+    for action in (
+        lambda: type(caches[0]).merge([caches[0], half]),
+        lambda: type(caches[0]).merge([caches[0], BatchKVCache([0])]),
+        lambda: batch.extend(batch),
+        lambda: batch.extend(caches[0]),
+        lambda: batch.extract(2),
+        lambda: batch.filter(mx.array([True, False])),
+        lambda: batch.to_quantized(),
+        lambda: batch.make_mask(1, window_size=8),
+    ):
+        with pytest.raises(veloxquant.VeloxQuantError):
+            action()
+    assert batch.offset.tolist() == [90, 40]
+
+
+def test_the_report_of_a_batch_is_the_sum_of_its_sequences(method, model):
+    members = [filled(method, model, 90), filled(method, model, 40)]
+    batch = [type(pair[0]).merge(list(pair)) for pair in zip(*members, strict=True)]
+    whole, parts = veloxquant.report(batch), [veloxquant.report(caches) for caches in members]
+    assert whole.bytes_held == sum(part.bytes_held for part in parts)
+    assert whole.bytes_plain == sum(part.bytes_plain for part in parts)
+    assert whole.tokens_seen == 130
+    assert whole.query_mode == "routed"

@@ -6,6 +6,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
+from veloxquant.cli import main
 from veloxquant.errors import PluginError
 from veloxquant.errors import UnknownMethodError
 from veloxquant.registry import Registry
@@ -340,3 +341,26 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_with_what_is_installed
     assert isinstance(caught.value, LookupError)
     with pytest.raises(UnknownMethodError, match="no method is installed"):
         Registry(entry_points=[]).get("sound")
+
+
+@pytest.mark.parametrize("content", [b"[console_scripts]\nthis line has no equals\n", b"\xff\xfe\x00", None])
+def test_a_distribution_that_cannot_be_read_hides_no_other(site, content, capfd):
+    """Its damaged file need not even be about methods."""
+    site.add("sound")
+    damaged = site.folder / "damaged-1.0.dist-info"
+    damaged.mkdir()
+    damaged.joinpath("METADATA").write_bytes(b"Metadata-Version: 2.1\nName: damaged\nVersion: 1.0\n")
+    if content is not None:
+        damaged.joinpath("entry_points.txt").write_bytes(content)
+    registry = Registry()
+    assert "sound" in registry.names()
+    assert registry.get("sound").name == "sound"
+    unreadable = [problem for problem in registry.problems() if problem.kind == "unreadable"]
+    if content is None:
+        assert unreadable == []
+    else:
+        assert ["damaged" in problem.reason for problem in unreadable] == [True]
+        assert main(["doctor"]) == 1
+        assert "damaged" in capfd.readouterr().out
+    assert main(["list"]) == 0
+    assert "sound" in capfd.readouterr().out

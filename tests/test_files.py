@@ -8,6 +8,7 @@ import threading
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import ChunkedKVCache
 from mlx_lm.models.cache import load_prompt_cache as mlx_lm_load
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.cache import save_prompt_cache as mlx_lm_save
@@ -156,3 +157,97 @@ def test_threads_with_a_cache_each_give_the_serial_results(method, model, prompt
     for index in range(4):
         run(index, serial)
     assert all((parallel[index] == serial[index]).all().item() for index in range(4))
+
+
+WRITER = """
+import json, sys
+import mlx.core as mx
+import veloxquant
+from veloxquant.testing.toys import tiny_llama
+path, name, options, model_options = json.loads(sys.argv[1])
+model = tiny_llama(**model_options)
+both = []
+for length in (150, 300):
+    caches = veloxquant.make_prompt_cache(model, name, options)
+    model(mx.array([[token % 64 for token in range(length)]]), cache=caches)
+    both.append(caches)
+print("ready", flush=True)
+for turn in range(150):
+    veloxquant.save_prompt_cache(path, both[turn % 2])
+"""
+
+
+def test_a_file_that_another_process_replaces_is_read_whole(method, model, tmp_path):
+    """Two contents alternate under one name: what is loaded is one of them, never the header of one over the other."""
+    path = tmp_path / "shared"
+    arguments = json.dumps([str(path), method.name, method.small, OPTIONS])
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, arguments], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout.readline() == "ready\n"
+    loads = {150: 0, 300: 0}
+    while writer.poll() is None:
+        if not path.exists():
+            continue
+        caches = veloxquant.load_prompt_cache(path, model)
+        (offset,) = {cache.offset for cache in caches}
+        loads[offset] += 1
+        assert {cache.rows for cache in caches} == {offset}  # nothing was evicted: the prompts are still open
+    assert writer.returncode == 0
+    assert min(loads.values()) > 0
+
+
+def test_a_replaced_file_keeps_its_mode_and_its_links(method, model, tmp_path):
+    file, link = tmp_path / "file", tmp_path / "link"
+    veloxquant.save_prompt_cache(file, method.caches(model))
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o664)
+    link.symlink_to(file)
+    veloxquant.save_prompt_cache(link, method.caches(model))
+    assert link.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o664
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+
+
+def test_what_cannot_be_written_is_one_sentence_and_leaves_nothing(method, model, tmp_path, monkeypatch):
+    def full(*_):
+        raise RuntimeError("[write] Unable to write")
+
+    caches = method.caches(model)
+    with pytest.raises(veloxquant.VeloxQuantError, match="metadata"):
+        veloxquant.save_prompt_cache(tmp_path / "file", caches, {"a": 5})
+    with pytest.raises(veloxquant.VeloxQuantError, match="cannot write"):
+        veloxquant.save_prompt_cache(tmp_path / "absent" / "file", caches)
+    monkeypatch.setattr(mx, "save_safetensors", full)
+    with pytest.raises(veloxquant.VeloxQuantError, match="cannot write"):
+        veloxquant.save_prompt_cache(tmp_path / "file", caches)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_loaded_by_its_method_alone(method, model, tmp_path):
+    veloxquant.save_prompt_cache(tmp_path / "file", method.caches(model))
+    veloxquant.load_prompt_cache(tmp_path / "file", model, method=method.name)
+    with pytest.raises(veloxquant.VeloxQuantError, match="method="):
+        veloxquant.load_prompt_cache(tmp_path / "file", model, config=method.small)
+
+
+def test_layers_of_different_lengths_are_trimmed_to_one(method, model):
+    """As after a forward pass that failed half way: one layer has seen a token that another has not."""
+    caches = method.caches(model)
+    model(mx.array([list(range(64))]), cache=caches)
+    rows = mx.zeros((1, 2, 1, 32))
+    caches[0].update_and_fetch(rows, rows)
+    assert veloxquant.trim_prompt_cache(caches, 1) == 1
+    assert {cache.offset for cache in caches} == {64}
+    model(mx.array([[5]]), cache=caches)
+    assert {cache.offset for cache in caches} == {65}
+
+
+def test_layers_that_cannot_follow_keep_all_from_being_trimmed(method, model):
+    chunked = ChunkedKVCache(8)
+    chunked.update_and_fetch(mx.zeros((1, 2, 20, 32)), mx.zeros((1, 2, 20, 32)))
+    chunked.maybe_trim_front()
+    caches = method.caches(model)[:1]
+    model.layers[0].self_attn(mx.zeros((1, 20, model.args.hidden_size)), "causal", caches[0])
+    assert veloxquant.trim_prompt_cache([*caches, chunked], 12) == 0
+    assert (caches[0].offset, chunked.offset) == (20, 20)
+    assert veloxquant.trim_prompt_cache([*caches, chunked], 5) == 5
+    assert (caches[0].offset, chunked.offset) == (15, 15)

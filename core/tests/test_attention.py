@@ -1,3 +1,4 @@
+import gc
 import sys
 
 import mlx.core as mx
@@ -218,3 +219,14 @@ def test_sinks_reach_a_cache_that_attends_and_the_original_alike(rows, queries):
 
 def test_the_public_names_are_these():
     assert (veloxquant.route, veloxquant.unroute) == (route, unroute)
+
+
+def test_a_model_that_is_gone_leaves_no_route():
+    model = models.tiny_llama()
+    module = sys.modules[type(model).__module__]
+    before = module.scaled_dot_product_attention
+    route(model)
+    assert module.scaled_dot_product_attention is not before
+    del model
+    gc.collect()
+    assert module.scaled_dot_product_attention is before

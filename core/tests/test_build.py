@@ -288,3 +288,21 @@ def test_two_models_can_be_used_at_once(registry, llama):
         for size in (5, 1, 1):
             llama(mx.ones((1, size), dtype=mx.int32), cache=caches)
         assert not is_routed(other)
+
+
+def test_blocks_that_are_left_in_the_order_in_which_they_were_entered_leave_nothing(registry, llama):
+    before = vars(llama).get("make_cache")
+    outer, inner = use(llama, "noop_attend", registry=registry), use(llama, "noop_attend", registry=registry)
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    assert names(plain_caches(llama)) == ["noop_attend"] * len(llama.layers)
+    inner.__exit__(None, None, None)
+    assert vars(llama).get("make_cache") is before
+    assert not is_routed(llama)
+
+
+@pytest.mark.parametrize("layers", [1, "01", [True], [0.0], [None]])
+def test_layers_are_whole_numbers_in_a_list(registry, llama, layers):
+    with pytest.raises(ConfigError, match="layers takes"):
+        make_prompt_cache(llama, "noop_attend", layers=layers, registry=registry)

@@ -157,7 +157,7 @@ def test_list_names_distributions_and_versions(install, capsys):
     install("toy", good())
     assert main(["list"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if "toy" in line)
-    assert line.split() == ["toy", "toy-dist", "1.5", "ok"]
+    assert line.split() == ["toy", "toy-dist", "1.5", "installed"]
 
 
 def test_list_as_json_marks_blocked_and_duplicate_names(install, monkeypatch, capsys):
@@ -170,7 +170,7 @@ def test_list_as_json_marks_blocked_and_duplicate_names(install, monkeypatch, ca
     assert all(entry["version"] == "1.5" for entry in found)
     assert [(entry["name"], entry["state"]) for entry in found] == [
         ("other", "blocked"),
-        ("toy", "ok"),
+        ("toy", "installed"),
         ("twice", "duplicate"),
         ("twice", "duplicate"),
     ]

@@ -201,7 +201,7 @@ def test_a_newer_format_of_a_layer(show, tmp_path):
 
 def test_paths_that_lead_nowhere(show, tmp_path):
     assert_refused(show(tmp_path / "none"), "No such file")
-    assert_refused(show(tmp_path), "Is a directory")
+    assert_refused(show(tmp_path), "is not a file")
 
 
 def test_neither_mlx_lm_nor_a_plugin_is_imported(tmp_path):

@@ -78,7 +78,7 @@ def test_the_layers_can_be_chosen(layers, expected):
     [
         ("tiny_llama", [5], ["layer 5", "does not exist", "0-1"]),
         ("tiny_llama", [-1], ["layer -1", "does not exist"]),
-        ("tiny_llama", ["0"], ["layer 0", "0-1"]),
+        ("tiny_llama", ["0"], ["whole numbers", "'0'", "0-1"]),
         ("tiny_llama", [], ["no layer", "0-1"]),
         ("tiny_gemma3", [5, 0], ["layer 0", "RotatingKVCache", "5"]),
         ("tiny_hybrid", [0], ["layer 0", "ArraysCache", "1, 3"]),

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 
 from veloxquant import hookimpl
+from veloxquant import layers
 from veloxquant import timing
 from veloxquant.build import get_cache
 from veloxquant.build import make_prompt_cache
@@ -191,12 +192,12 @@ def test_only_caches_made_under_observation_are_timed(registry, rows):
     assert counts(observer) == {("create", 0): 1, ("prefill", 0): 1}
 
 
-def test_copies_are_counted_under_no_layer_and_restored_states_under_theirs(observer, registry, rows):
+def test_copies_and_restored_states_are_counted_under_their_layer(observer, registry, rows):
     cache = get_cache("noop", layer=LayerSpec(index=4), registry=registry)
     feed(cache, rows, 3)
     observer.reset()
     feed(copy.deepcopy(cache), rows, 3)
-    assert counts(observer) == {("prefill", None): 1}
+    assert counts(observer) == {("prefill", 4): 1}
     ops = cache.method.ops
     state = ops.restore(cache.config, cache.layer, ops.serialize(cache.method_state))
     ops.account(state)
@@ -211,7 +212,7 @@ def test_an_id_that_is_used_again_brings_no_wrong_layer(registry):
     for index in range(200):
         ops.create(config, LayerSpec(index=index))
     gc.collect()
-    assert len(observer._layers) == 0
+    assert not [layer for _, layer in layers._layers.values() if layer.index > 100]
     ops.account(registry.get("noop").ops.create(config, LayerSpec(index=9)))
     assert counts(observer)["account", 9] == 1
 

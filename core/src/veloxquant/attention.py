@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -90,7 +91,8 @@ class _Route:
 
 _routes: dict[str, _Route] = {}
 _kept: set[int] = set()
-_lock = threading.Lock()
+# Reentrant: a model may be collected, and forgotten, while another one is being routed.
+_lock = threading.RLock()
 
 
 def route(model: Any) -> list[str]:
@@ -118,6 +120,7 @@ def route(model: Any) -> list[str]:
                 entry = _routes[name] = _Route(getattr(sys.modules[name], NAME))
                 setattr(sys.modules[name], NAME, _dispatcher(entry.original))
             entry.counts[id(model)] = entry.counts.get(id(model), 0) + 1
+    weakref.finalize(model, _forget, id(model))
     return names
 
 
@@ -133,8 +136,23 @@ def unroute(model: Any) -> None:
                 del entry.counts[id(model)]
                 _kept.discard(id(model))
             if not entry.counts:
-                del _routes[name]
-                setattr(sys.modules[name], NAME, entry.original)
+                _restore(name, entry)
+
+
+def _forget(gone: int) -> None:
+    """Drop the counts of a model that no longer exists, before another one takes over its id."""
+    with _lock:
+        _kept.discard(gone)
+        for name, entry in list(_routes.items()):
+            entry.counts.pop(gone, None)
+            if not entry.counts:
+                _restore(name, entry)
+
+
+def _restore(name: str, entry: _Route) -> None:
+    del _routes[name]
+    if name in sys.modules:
+        setattr(sys.modules[name], NAME, entry.original)
 
 
 def keep_routed(model: Any) -> None:

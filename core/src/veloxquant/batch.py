@@ -8,7 +8,7 @@ its own attention, and padding never reaches a store. This is the one place with
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from typing import Any
@@ -47,7 +47,8 @@ class MergeableLayerCache(RoutedLayerCache):
         Returns:
             A batched cache over copies of them.
         """
-        return BatchLayerCache(copy.deepcopy(list(caches)))
+        # One by one: the same cache given twice must become two sequences.
+        return BatchLayerCache([copy.deepcopy(cache) for cache in caches])
 
 
 class BatchLayerCache:
@@ -72,6 +73,8 @@ class BatchLayerCache:
     def _check_alike(self) -> None:
         for one in self.sequences:
             first = self.sequences[0]
+            if not isinstance(one, RoutedLayerCache):
+                raise VeloxQuantError(f"a batch is made of routed caches, not of a {type(one).__name__}")
             if (one.method.name, one.config, one.layer) != (first.method.name, first.config, first.layer):
                 raise VeloxQuantError(
                     f"{one!r} and {first!r} cannot be in one batch: all sequences need one method, the same options "
@@ -81,6 +84,9 @@ class BatchLayerCache:
                 raise UnsupportedShapeError(
                     f"{one!r} holds {one.row_shape[0]} sequences already; batches are made of caches of one sequence"
                 )
+        used = [one for one in self.sequences if not one.empty()]
+        if len({(one.row_shape, one.row_dtype) for one in used}) > 1:
+            raise UnsupportedShapeError(f"the sequences of a batch need rows of one shape and dtype: {used!r}")
 
     # ------------------------------------------------------------ attention
 
@@ -140,15 +146,20 @@ class BatchLayerCache:
             keys: What ``update_and_fetch`` returned.
             values: What ``update_and_fetch`` returned.
             scale: Factor on the logits.
-            mask: The model's mask, not used: each sequence is causal over its own rows.
+            mask: None or "causal": each sequence is causal over its own rows.
             sinks: Sink logits ``[Hq]`` of models that have them.
 
         Returns:
             ``[B, Hq, S, Dv]`` in the dtype of the queries.
 
         Raises:
-            RoutingError: No rows were stored before.
+            RoutingError: No rows were stored before, or the model brings a mask of its own.
         """
+        if isinstance(mask, mx.array):
+            raise RoutingError(
+                f"layer {self.sequences[0].layer.index} got a mask array from the model, which sequences of different "
+                "lengths cannot share; run them one by one"
+            )
         if len(self._pending) != queries.shape[0]:
             raise RoutingError("attention was asked for before rows were stored; call update_and_fetch first")
         length, outputs = queries.shape[2], []
@@ -181,7 +192,10 @@ class BatchLayerCache:
             RoutingError: A window was asked for.
         """
         if window_size is not None:
-            self.sequences[0].make_mask(N, window_size=window_size)
+            raise RoutingError(
+                f"a layer attends within a window of {window_size} tokens, and compressed caches serve full attention "
+                "only; leave such layers to the model"
+            )
         return None if N == 1 else "causal"
 
     # ------------------------------------------------------------- sequences
@@ -205,9 +219,15 @@ class BatchLayerCache:
         """
         if left_padding is not None and any(left_padding):
             raise VeloxQuantError("compressed batches take prompts padded on the right; pass lengths and right_padding")
+        self._remaining = None
         if right_padding is not None and any(right_padding):
-            if lengths is None or len(lengths) != len(self.sequences):
-                raise VeloxQuantError(f"padding needs the length of each of the {len(self.sequences)} sequences")
+            count = len(self.sequences)
+            if lengths is None or len(lengths) != count or len(right_padding) != count or min(lengths) < 0:
+                raise VeloxQuantError(f"padding needs the length and the padding of each of the {count} sequences")
+            if len({length + padding for length, padding in zip(lengths, right_padding, strict=True)}) > 1:
+                raise VeloxQuantError(
+                    f"lengths {list(lengths)} and padding {list(right_padding)} do not add up to one width"
+                )
             self._remaining = [int(length) for length in lengths]
 
     def finalize(self) -> None:
@@ -219,9 +239,17 @@ class BatchLayerCache:
 
         Args:
             batch_indices: A list of integers or an integer array.
+
+        Raises:
+            VeloxQuantError: The indices are truth values.
         """
         kept = _integers(batch_indices)
-        self.sequences = [self.sequences[index] for index in kept]
+        chosen = [self.sequences[index] for index in kept]
+        # A sequence that is asked for twice becomes two.
+        self.sequences = [
+            copy.deepcopy(one) if index in kept[:place] else one
+            for place, (index, one) in enumerate(zip(kept, chosen, strict=True))
+        ]
         if self._remaining is not None:
             self._remaining = [self._remaining[index] for index in kept]
         self._pending = []
@@ -232,13 +260,21 @@ class BatchLayerCache:
         Raises:
             VeloxQuantError: The two do not belong together, or one is in the middle of a padded prompt.
         """
+        if other is self or not isinstance(other, BatchLayerCache):
+            raise VeloxQuantError("a batch is extended by another batch; make one with merge([cache])")
         if self._remaining is not None or other._remaining is not None:
             raise VeloxQuantError("finalize the padded prompt of a batch before joining it with another")
         joined = BatchLayerCache([*self.sequences, *other.sequences])
         self.sequences, self._pending = joined.sequences, []
 
     def extract(self, idx: int) -> RoutedLayerCache:
-        """Take out a copy of one sequence: equal to the cache that a lone run would have."""
+        """Take out a copy of one sequence: equal to the cache that a lone run would have.
+
+        Raises:
+            VeloxQuantError: There is no such sequence.
+        """
+        if not -len(self.sequences) <= idx < len(self.sequences):
+            raise VeloxQuantError(f"the batch holds {len(self.sequences)} sequences; there is no sequence {idx}")
         return copy.deepcopy(self.sequences[idx])
 
     @classmethod
@@ -267,8 +303,8 @@ class BatchLayerCache:
         return all(cache.empty() for cache in self.sequences)
 
     def is_trimmable(self) -> bool:
-        """Whether every sequence can be trimmed."""
-        return all(cache.is_trimmable() for cache in self.sequences)
+        """Whether every sequence can be trimmed; never in the middle of a padded prompt."""
+        return self._remaining is None and all(cache.is_trimmable() for cache in self.sequences)
 
     def trim(self, n: int) -> int:
         """Forget the last ``n`` tokens of every sequence, all of a shorter one; returns the most forgotten."""
@@ -278,12 +314,12 @@ class BatchLayerCache:
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> NoReturn:
         """Refuse mlx-lm's ``kv_bits``."""
-        self.sequences[0].to_quantized(group_size, bits)
+        raise VeloxQuantError("this batch is already compressed; leave kv_bits (--kv-bits) out")
 
     @property
     def state(self) -> list[Any]:
-        """The states of the sequences."""
-        return [cache.state for cache in self.sequences]
+        """What remains of a padded prompt, as JSON, then the states of the sequences."""
+        return [json.dumps(self._remaining), *(cache.state for cache in self.sequences)]
 
     @state.setter
     def state(self, state: Sequence[Any]) -> None:
@@ -292,7 +328,10 @@ class BatchLayerCache:
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> BatchLayerCache:
         """Rebuild a batch from what ``state`` gave."""
-        return cls([RoutedLayerCache.from_state(one) for one in state])  # type: ignore[misc]
+        remaining, *states = state
+        batch = cls([RoutedLayerCache.from_state(one) for one in states])  # type: ignore[misc]
+        batch._remaining = json.loads(remaining)
+        return batch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchLayerCache:
         other = type(self)(copy.deepcopy(self.sequences, memo))
@@ -310,5 +349,7 @@ def new_layer_cache(method: Method, config: Any, layer: LayerSpec, state: Any = 
     return (RoutedLayerCache if layer.mixed else MergeableLayerCache)(method, config, layer, state)
 
 
-def _integers(indices: Any) -> Iterable[int]:
+def _integers(indices: Any) -> list[int]:
+    if isinstance(indices, mx.array) and indices.dtype == mx.bool_:
+        raise VeloxQuantError("sequences are chosen by their indices, not by truth values")
     return [int(index) for index in (cast("list[int]", indices.tolist()) if isinstance(indices, mx.array) else indices)]

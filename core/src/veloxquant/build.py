@@ -132,11 +132,12 @@ def use(
 
     if routed:
         route(model)
-    _set_make_cache(model, _CompressedMakeCache(make_cache, before))
+    ours = _CompressedMakeCache(make_cache, before)
+    _set_make_cache(model, ours)
     try:
         yield
     finally:
-        _set_make_cache(model, before)
+        _take_out(model, ours)
         if routed:
             unroute(model)
 
@@ -161,7 +162,7 @@ def complete_layer(layer: LayerSpec, config: Any, registry: Registry) -> LayerSp
     return attrs.evolve(layer, make_rows=lambda: make(parsed, layer))
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _CompressedMakeCache:
     """What ``use`` puts in the place of ``model.make_cache``, remembering what was there."""
 
@@ -170,6 +171,17 @@ class _CompressedMakeCache:
 
     def __call__(self) -> list[Any]:
         return self.make()
+
+
+def _take_out(model: Any, ours: _CompressedMakeCache) -> None:
+    """Take one block's ``make_cache`` out, wherever it stands: blocks may be left in another order than entered."""
+    current = vars(model).get("make_cache")
+    if current is ours:
+        _set_make_cache(model, ours.before)
+    while isinstance(current, _CompressedMakeCache):
+        if current.before is ours:
+            current.before = ours.before
+        current = current.before
 
 
 @attrs.frozen

@@ -22,6 +22,7 @@ from veloxquant.errors import FileFormatError
 from veloxquant.errors import RoutingError
 from veloxquant.errors import UnsupportedShapeError
 from veloxquant.errors import VeloxQuantError
+from veloxquant.layers import remember_layer
 from veloxquant.types import Snapshot
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class LayerCache:
         """Tokens seen."""
         ops = method.ops
         self.method_state: Any = ops.create(config, layer) if state is None else state
+        remember_layer(self.method_state, layer)
         # Bound once: the adapter runs for every layer of every step.
         self._prefill: Callable[..., tuple[mx.array, mx.array]] = ops.prefill
         self._decode: Callable[..., tuple[mx.array, mx.array]] = ops.decode
@@ -75,6 +77,11 @@ class LayerCache:
     def query_mode(self) -> QueryMode | None:
         """``routed``, ``proxy``, or None for a method that needs no queries."""
         return self.layer.query_mode if self.method.ops.attend is not None else None
+
+    @property
+    def queries_missing(self) -> bool:
+        """Whether true queries should have come for the last rows and did not."""
+        return False
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store new rows.
@@ -119,9 +126,9 @@ class LayerCache:
 
     def _checked(self, keys: mx.array, values: mx.array) -> list[Any]:
         name = f"layer {self.layer.index} ({self.method.name})"
-        if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3] or keys.shape[2] == 0:
+        if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3] or 0 in keys.shape + values.shape:
             raise UnsupportedShapeError(
-                f"{name}: keys and values must be [B, Hkv, S, D] with the same B, Hkv and S >= 1, "
+                f"{name}: keys and values must be [B, Hkv, S, D] with the same B, Hkv and S, none of them 0, "
                 f"got {keys.shape} and {values.shape}"
             )
         for array in (keys, values):
@@ -261,6 +268,7 @@ class LayerCache:
 
     def _reset(self) -> None:
         self.method_state = self.method.ops.create(self.config, self.layer)
+        remember_layer(self.method_state, self.layer)
         self.offset = self._block = 0
         self._prompt_open = True
         self._remember(None)

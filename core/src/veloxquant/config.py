@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import numbers
 import re
 import types
 import typing
@@ -230,8 +231,8 @@ def _make_converter() -> cattrs.Converter:
 
         converter.register_structure_hook(kind, structure)
 
-    exact(int, (int,))
-    exact(float, (int, float))
+    exact(int, (numbers.Integral,))
+    exact(float, (numbers.Real,))
     exact(bool, (bool,))
     exact(str, (str,))
     for optional in (int, float, bool, str):

@@ -11,7 +11,7 @@ import attrs
 
 from veloxquant.errors import PluginError
 
-__all__ = ["GROUP", "Entry", "discover", "import_plugin"]
+__all__ = ["GROUP", "Entry", "Unreadable", "discover", "import_plugin", "installed"]
 
 GROUP = "veloxquant.methods"
 
@@ -33,6 +33,19 @@ class Entry:
     target: str
 
 
+@attrs.frozen
+class Unreadable:
+    """A distribution whose metadata cannot be read.
+
+    Args:
+        place: Its folder.
+        reason: What reading it led to.
+    """
+
+    place: str
+    reason: str
+
+
 def discover(given: Iterable[EntryPoint] | None = None) -> dict[str, list[tuple[Entry, EntryPoint]]]:
     """Find entry points by name.
 
@@ -43,16 +56,42 @@ def discover(given: Iterable[EntryPoint] | None = None) -> dict[str, list[tuple[
         For each name its entry points in the order of their distributions, whatever the file system's order; one
         that is listed twice, as editable installs do, counts once.
     """
-    points = importlib.metadata.entry_points(group=GROUP) if given is None else given
+    points = installed()[0] if given is None else given
     unique: dict[tuple[str, str, str], tuple[Entry, EntryPoint]] = {}
     for point in points:
         entry = _entry(point)
-        key = (entry.name, re.sub(r"[-_.]+", "-", entry.distribution).lower(), entry.target)
+        key = (entry.name, _normalized(entry.distribution), entry.target)
         unique.setdefault(key, (entry, point))
     found: dict[str, list[tuple[Entry, EntryPoint]]] = {}
     for key in sorted(unique):
         found.setdefault(key[0], []).append(unique[key])
     return found
+
+
+def installed() -> tuple[list[EntryPoint], list[Unreadable]]:
+    """The entry points of our group, distribution by distribution, and the distributions that cannot be read.
+
+    One distribution with a damaged file must not hide all others, so they are not asked for all at once.
+    """
+    points: list[EntryPoint] = []
+    unreadable: list[Unreadable] = []
+    seen: set[str] = set()
+    for distribution in importlib.metadata.distributions():
+        try:
+            name = _normalized(distribution.metadata["Name"] or str(distribution.locate_file("")))
+            # The first on the path is the one that is imported.
+            if name in seen:
+                continue
+            points += [point for point in distribution.entry_points if point.group == GROUP]
+            seen.add(name)
+        except Exception as error:  # whatever a damaged file leads to
+            where = getattr(distribution, "_path", None) or "a distribution of unknown place"
+            unreadable.append(Unreadable(str(where), f"{type(error).__name__}: {error}"))
+    return points, unreadable
+
+
+def _normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _entry(point: EntryPoint) -> Entry:
@@ -68,6 +107,11 @@ def import_plugin(entry: Entry, point: EntryPoint) -> object:
     Raises:
         PluginError: It cannot be imported; the cause is chained.
     """
+    if point.pattern.match(point.value) is None:
+        raise PluginError(
+            f"the plugin '{entry.name}' of {entry.distribution} {entry.version} has the target '{entry.target}', which "
+            f"is neither module nor module:attribute; update or uninstall {entry.distribution}"
+        )
     try:
         return point.load()
     except KeyboardInterrupt:

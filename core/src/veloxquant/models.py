@@ -118,18 +118,18 @@ def _refuse_shared_kv(model: Any, name: str) -> None:
         )
 
 
-def _chosen(layers: Collection[int], plain: list[int], native: list[Any]) -> list[int]:
+def _chosen(layers: Any, plain: list[int], native: list[Any]) -> list[int]:
+    if isinstance(layers, str) or not isinstance(layers, Collection):
+        raise ConfigError(f"layers takes a list of layer numbers, not {layers!r}; layers that can be: {_ranges(plain)}")
     for index in layers:
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise ConfigError(f"layers takes whole numbers, not {index!r}; layers that can be: {_ranges(plain)}")
         if index not in plain:
-            kind = f"is a {type(native[index]).__name__}" if _exists(index, native) else "does not exist"
+            kind = f"is a {type(native[index]).__name__}" if 0 <= index < len(native) else "does not exist"
             raise ConfigError(
                 f"layer {index} cannot be compressed: its cache {kind}; layers that can be: {_ranges(plain)}"
             )
     return sorted(set(layers))
-
-
-def _exists(index: object, native: list[Any]) -> bool:
-    return isinstance(index, int) and 0 <= index < len(native)
 
 
 def _ranges(indices: list[int]) -> str:

@@ -22,6 +22,7 @@ from veloxquant.config import suggest
 from veloxquant.discovery import Entry
 from veloxquant.discovery import discover
 from veloxquant.discovery import import_plugin
+from veloxquant.discovery import installed
 from veloxquant.errors import PluginError
 from veloxquant.errors import UnknownMethodError
 from veloxquant.hooks import PROTOCOL
@@ -46,7 +47,7 @@ class Problem:
     distribution: str
     version: str
     target: str
-    kind: Literal["broken", "misnamed", "duplicate", "blocked"]
+    kind: Literal["broken", "misnamed", "duplicate", "blocked", "unreadable"]
     reason: str
 
 
@@ -233,7 +234,14 @@ class Registry:
 
     def problems(self) -> list[Problem]:
         """Load every method and say what is wrong, for ``veloxquant doctor``."""
-        result = []
+        result = [] if self._given is not None else [
+            Problem(
+                "(any)", item.place, "", "", "unreadable",
+                f"the metadata in {item.place} cannot be read, so methods in it are not found: {item.reason}; "
+                "reinstall or remove that distribution",
+            )
+            for item in installed()[1]
+        ]  # fmt: skip
         for name in sorted(self._found):
             entries = [entry for entry, _ in self._found[name]]
             try:
@@ -241,7 +249,7 @@ class Registry:
             except PluginError as error:
                 kind = self._kind(name, error)
                 cause = _cause(error)
-                reason = str(error) if cause in str(error) else f"{error} [{cause}]"
+                reason = str(error) if cause is None or cause in str(error) else f"{error} [{cause}]"
                 result += [Problem(e.name, e.distribution, e.version, e.target, kind, reason) for e in entries]
         return result
 
@@ -301,10 +309,11 @@ def _announced_name(plugin: Any, target: str) -> str:
         raise PluginError(f"the plugin {target} cannot be asked for its name: {error}") from error
 
 
-def _cause(error: BaseException) -> str:
+def _cause(error: BaseException) -> str | None:
+    """The first cause of an error, unless our own sentence says it already."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {error}"
+    return None if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
 
 
 @functools.cache

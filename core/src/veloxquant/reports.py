@@ -24,7 +24,8 @@ class LayerReport:
     Args:
         index: Position in the cache list.
         method: Name of the method, or the class of a cache that the model built itself.
-        query_mode: ``routed``, ``proxy``, or None where queries play no part.
+        query_mode: ``routed``, ``proxy``, or None where queries play no part; ``routed, queries missing`` when those of
+            the last rows did not come.
         trim: What ``trim`` does: ``exact``, ``approximate`` for deep rewinds of evicted rows, or ``refused``.
         tokens_seen: Tokens that passed through; in a batch the sum over its sequences, as for all that follows.
         tokens_kept: Rows held per KV head.
@@ -134,7 +135,7 @@ def _layer(index: int, cache: Any, measure_step: bool) -> LayerReport:
     return LayerReport(
         index=index,
         method=cache.method.name,
-        query_mode=cache.query_mode,
+        query_mode="routed, queries missing" if cache.queries_missing else cache.query_mode,
         trim=_trim(cache),
         tokens_seen=cache.offset,
         tokens_kept=cache.offset if count.rows is None else count.rows,
@@ -149,6 +150,8 @@ def _layer(index: int, cache: Any, measure_step: bool) -> LayerReport:
 def _batch(index: int, cache: BatchLayerCache) -> LayerReport:
     """A batch is the sum of its sequences."""
     parts = [_layer(index, sequence, False) for sequence in cache.sequences]
+    if not parts:
+        return _native(index, cache)
     sums = {
         name: sum(getattr(part, name) for part in parts)
         for name in ("tokens_seen", "tokens_kept", "bytes_held", "bytes_plain")

@@ -30,14 +30,23 @@ def trim_prompt_cache(caches: Sequence[Any], num_tokens: int) -> int:
         raise VeloxQuantError(f"trim takes the number of tokens to forget, at least 0, not {num_tokens}")
     if not caches or not all(cache.is_trimmable() for cache in caches):
         return 0
-    reach = [_reach(cache) for cache in caches]
-    if len(set(reach)) == 1:
-        num_tokens = min(num_tokens, reach[0])
-    if num_tokens > min(reach):
+    seen = [_seen(cache) for cache in caches]
+    num_tokens = min(num_tokens, max(seen))
+    # After a forward pass that failed half way some layers have seen fewer tokens, and have fewer to forget.
+    counts = [max(0, own - (max(seen) - num_tokens)) for own in seen]
+    if any(count > _reach(cache) for count, cache in zip(counts, caches, strict=True)):
         return 0
-    for cache in caches:
-        cache.trim(num_tokens)
+    for count, cache in zip(counts, caches, strict=True):
+        cache.trim(count)
     return num_tokens
+
+
+def _seen(cache: Any) -> int:
+    members = getattr(cache, "caches", None)
+    if members is not None:
+        return max(_seen(member) for member in members)
+    offset = getattr(cache, "offset", 0)
+    return offset if isinstance(offset, int) else int(cache.size())
 
 
 def _reach(cache: Any) -> int:
@@ -46,4 +55,7 @@ def _reach(cache: Any) -> int:
     if members is not None:
         return min(_reach(member) for member in members)
     offset = getattr(cache, "offset", 0)
-    return offset if isinstance(offset, int) else int(cache.size())
+    if not isinstance(offset, int):
+        return int(cache.size())
+    # A cache of chunks has let go of what lies before its start.
+    return offset - int(getattr(cache, "start_position", 0))

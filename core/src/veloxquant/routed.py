@@ -46,8 +46,16 @@ class RoutedLayerCache(LayerCache):
         self._awaiting = keys.shape[2]
         return result
 
+    @property
+    def queries_missing(self) -> bool:
+        """Whether true queries should have come for the last rows and did not."""
+        return self._awaiting > 0
+
     def trim(self, n: int) -> int:
         """As in ``LayerCache``; rows that a failed forward pass left without queries can be trimmed away."""
+        if self._awaiting and n >= self._awaiting:
+            # Their block was never attended: it ends no prompt.
+            self._block, self._finish_after = 0, False
         trimmed = super().trim(n)
         self._awaiting = max(0, self._awaiting - trimmed)
         return trimmed

@@ -9,10 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from typing import BinaryIO
+from typing import cast
 
 import attrs
 import mlx.core as mx
@@ -26,6 +29,8 @@ FILE_FORMAT = 1
 _KEY = "veloxquant"
 _DIGEST = "veloxquant_digest"
 _BLANK = "0" * 64
+_LENGTH = 8
+_TRIES = 20
 
 
 @attrs.frozen
@@ -44,32 +49,37 @@ class CacheFile:
 def write_file(path: str | os.PathLike[str], description: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> None:
     """Write a file whole or not at all.
 
+    A new file is readable by its owner only; one that is replaced keeps its mode, and a link keeps pointing to it.
+
     Args:
         path: Where; an existing file is replaced once the new one is complete.
         description: Values that JSON can hold.
         arrays: Arrays by name.
 
     Raises:
-        VeloxQuantError: The folder is missing or cannot be written.
+        VeloxQuantError: The folder is missing, or the file cannot be written.
     """
-    target = Path(path)
+    target = Path(path).resolve()
     text = json.dumps({"format": FILE_FORMAT, **description})
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-", suffix=".safetensors")
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-", suffix=".safetensors")
         os.close(handle)
     except OSError as error:
         raise VeloxQuantError(
-            f"cannot write {target}: {error.strerror or error}; choose a folder that exists"
+            f"cannot write {target}: {error.strerror or error}; choose a folder that exists and can be written"
         ) from error
+    temporary = Path(name)
     try:
         # An empty file of safetensors is not readable everywhere, so there is always one array.
-        mx.save_safetensors(temporary, {"_": mx.zeros((1,)), **arrays}, {_KEY: text, _DIGEST: _BLANK})
-        _seal(Path(temporary))
-        os.replace(temporary, target)
-    except OSError as error:
-        raise VeloxQuantError(f"cannot write {target}: {error.strerror or error}") from error
+        mx.save_safetensors(name, {"_": mx.zeros((1,)), **arrays}, {_KEY: text, _DIGEST: _BLANK})
+        _seal(temporary)
+        if target.exists():
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+        temporary.replace(target)
+    except (OSError, RuntimeError) as error:
+        raise VeloxQuantError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from error
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def read_file(path: str | os.PathLike[str]) -> CacheFile:
@@ -82,16 +92,25 @@ def read_file(path: str | os.PathLike[str]) -> CacheFile:
         FileFormatError: It is missing, no cache file, of a newer format, cut off, or altered.
     """
     source = Path(path)
-    description = read_description(source)
-    try:
-        arrays = mx.load(str(source), format="safetensors")
-    except (RuntimeError, ValueError) as error:
-        raise FileFormatError(f"{source} cannot be read: {error}") from error
-    assert isinstance(arrays, dict)  # safetensors files hold named arrays
-    # Read now: a lazy array would read a file that may be gone by then.
-    mx.eval(arrays)
-    arrays.pop("_", None)
-    return CacheFile(description, arrays)
+    # MLX opens the file by its name once more, and another process may have replaced it by then: what it read must
+    # carry the digest that was checked.
+    for _ in range(_TRIES):
+        description, digest = _checked(source)
+        try:
+            arrays, metadata = cast(
+                "tuple[dict[str, mx.array], dict[str, str]]",
+                mx.load(str(source), format="safetensors", return_metadata=True),
+            )
+            # Read now: a lazy array would read a file that may be gone by then.
+            mx.eval(arrays)
+        except (RuntimeError, ValueError) as error:
+            if _checked(source)[1] != digest:
+                continue
+            raise FileFormatError(f"{source} cannot be read: {error}") from error
+        if metadata.get(_DIGEST) == digest:
+            arrays.pop("_", None)
+            return CacheFile(description, arrays)
+    raise FileFormatError(f"{source} is being written all the time by another process; try again when it is quiet")
 
 
 def read_description(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -103,16 +122,23 @@ def read_description(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         FileFormatError: As for ``read_file``.
     """
-    source = Path(path)
+    return _checked(Path(path))[0]
+
+
+def _checked(source: Path) -> tuple[dict[str, Any], str]:
+    """The description and the digest of a file whose digest is right; all read through one handle."""
     try:
-        header, place = _header(source)
-        metadata = json.loads(header).get("__metadata__", {})
-        stated = metadata[_DIGEST]
-        found = _digest(source, place + header.index(stated.encode()))
-        text = metadata[_KEY]
+        if source.exists() and not source.is_file():
+            raise FileFormatError(f"{source} is not a file; name the file that save_prompt_cache wrote")
+        with source.open("rb") as file:
+            header = _header(file)
+            metadata = json.loads(header).get("__metadata__", {})
+            stated = metadata[_DIGEST]
+            found = _digest(file, _LENGTH + header.index(stated.encode()))
+            text = metadata[_KEY]
     except OSError as error:
         raise FileFormatError(f"cannot read {source}: {error.strerror or error}") from error
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise FileFormatError(
             f"{source} is not a veloxquant cache file, or it was cut off or altered; save the cache again"
         ) from error
@@ -123,36 +149,35 @@ def read_description(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise FileFormatError(
             f"{source} has format {description['format']}, this veloxquant reads up to {FILE_FORMAT}; update veloxquant"
         )
-    return description
+    return description, stated
 
 
-def _header(path: Path) -> tuple[bytes, int]:
-    """The JSON header of a safetensors file and where it begins."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size:
-            raise ValueError("the header is longer than the file")
-        return file.read(length), 8
+def _header(file: BinaryIO) -> bytes:
+    """The JSON header of a safetensors file, which begins behind its length."""
+    length = int.from_bytes(file.read(_LENGTH), "little")
+    if length > os.fstat(file.fileno()).st_size:
+        raise ValueError("the header is longer than the file")
+    return file.read(length)
 
 
-def _digest(path: Path, blank: int) -> str:
+def _digest(file: BinaryIO, blank: int) -> str:
     """SHA-256 of a file with the 64 bytes at ``blank`` read as zeros, where the digest itself stands."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        digest.update(file.read(blank))
-        file.seek(len(_BLANK), os.SEEK_CUR)
-        digest.update(_BLANK.encode())
-        while block := file.read(1 << 20):
-            digest.update(block)
+    file.seek(0)
+    digest.update(file.read(blank))
+    file.seek(len(_BLANK), os.SEEK_CUR)
+    digest.update(_BLANK.encode())
+    while block := file.read(1 << 20):
+        digest.update(block)
     return digest.hexdigest()
 
 
 def _seal(path: Path) -> None:
     """Put the digest where its blank stands."""
-    header, start = _header(path)
-    place = start + header.index(_BLANK.encode(), header.index(_DIGEST.encode()))
-    digest = _digest(path, place)
     with path.open("r+b") as file:
+        header = _header(file)
+        place = _LENGTH + header.index(_BLANK.encode(), header.index(_DIGEST.encode()))
+        digest = _digest(file, place)
         file.seek(place)
         file.write(digest.encode())
         file.flush()

@@ -45,8 +45,12 @@ def save_prompt_cache(
         metadata: Texts to keep with them.
 
     Raises:
-        VeloxQuantError: No layer is compressed, a batch is given, or the file cannot be written.
+        VeloxQuantError: No layer is compressed, a batch is given, ``metadata`` holds something other than texts, or
+            the file cannot be written.
     """
+    for key, value in (metadata or {}).items():
+        if not (isinstance(key, str) and isinstance(value, str)):
+            raise VeloxQuantError(f"metadata maps texts to texts; {key!r}: {value!r} is not that")
     if any(isinstance(cache, BatchLayerCache) for cache in caches):
         raise VeloxQuantError("a batch is saved sequence by sequence; take each out with extract(index) first")
     if not any(isinstance(cache, LayerCache) for cache in caches):
@@ -70,7 +74,7 @@ def load_prompt_cache(
         path: The file.
         model: The model that they belong to.
         method: The method that the caller expects; by default whatever the file says.
-        config: The options that the caller expects with ``method``.
+        config: The options that the caller expects with ``method``; by default whatever the file says.
         registry: Where to find methods; by default the installed ones.
 
     Returns:
@@ -177,6 +181,8 @@ def _check_model(path: Any, model: Any, caches: Sequence[LayerCache | None]) -> 
         raise FileFormatError(f"{path} was saved for another model: {error}") from error
     for spec in specs:
         found = compressed[spec.index].layer
+        if found.kv_heads is not None and found.index != spec.index:
+            raise FileFormatError(f"{path} holds the cache of layer {found.index} in the place of layer {spec.index}")
         for field in ("query_heads", "kv_heads", "head_dim", "scale", "rope", "mixed"):
             theirs, ours = getattr(found, field), getattr(spec, field)
             # What the file does not know (caches made without a model) cannot disagree.
@@ -193,9 +199,14 @@ def _check_expected(
         if config is not None:
             raise VeloxQuantError("say which method the options belong to: pass method= with config=")
         return
-    expected: Any = parse_config(registry.get(method).info.config, config, method=method)
+    info = registry.get(method).info
+    expected: Any = None if config is None else parse_config(info.config, config, method=method)
     for cache in caches:
-        if cache is not None and (cache.method.name, cache.config) != (method, expected):
+        if cache is None:
+            continue
+        if cache.method.name != method:
+            raise FileFormatError(f"{path} was saved with {cache.method.name}, not with {method}")
+        if expected is not None and cache.config != expected:
             raise FileFormatError(
                 f"{path} was saved with {cache.method.name} and {cache.config}, not with {method} and {expected}"
             )

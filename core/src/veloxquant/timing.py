@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Generator
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -21,6 +20,8 @@ import attrs
 import mlx.core as mx
 
 from veloxquant.hooks import hookimpl
+from veloxquant.layers import layer_of
+from veloxquant.layers import remember_layer
 
 if TYPE_CHECKING:
     from veloxquant.types import LayerSpec
@@ -38,7 +39,7 @@ class HookTime:
     Args:
         hook: Name of the hook without its prefix.
         layer: Index of the layer. For the sum over layers the one with the slowest call. None where it is not known:
-            for caches that are copies of others, and for states that Python cannot refer to weakly.
+            for states that Python cannot refer to weakly.
         calls: Number of calls.
         total: Seconds in all.
         worst: Seconds of the slowest call.
@@ -74,8 +75,6 @@ class TimingObserver:
     def __init__(self, *, synchronize: bool = False) -> None:
         self.synchronize = synchronize
         self._times: dict[tuple[str, int | None], HookTime] = {}
-        # By id, since states need not be hashable; the weak reference frees the id for another state.
-        self._layers: dict[int, tuple[weakref.ref[Any], LayerSpec]] = {}
         self._lock = threading.Lock()
 
     # --------------------------------------------------------------- figures
@@ -88,7 +87,7 @@ class TimingObserver:
         return sorted(found, key=lambda entry: (order[entry.hook], -1 if entry.layer is None else entry.layer))
 
     def reset(self) -> None:
-        """Forget all figures; which state serves which layer stays known."""
+        """Forget all figures."""
         with self._lock:
             self._times.clear()
 
@@ -96,7 +95,7 @@ class TimingObserver:
 
     @hookimpl(wrapper=True)
     def veloxquant_create(self, layer: LayerSpec) -> _Wrapper:
-        """Time it, and learn which layer the state serves."""
+        """Time the making of a state."""
         return (yield from self._timed_making("create", layer))
 
     @hookimpl(wrapper=True)
@@ -122,7 +121,7 @@ class TimingObserver:
         start = time.perf_counter()
         output = yield
         self._compute((keys, values) if output is None else output, state)
-        self._record("attend", self._layer(state), start)
+        self._record("attend", layer_of(state), start)
         return output
 
     @hookimpl(wrapper=True)
@@ -152,7 +151,7 @@ class TimingObserver:
         start = time.perf_counter()
         result = yield
         self._compute(state)
-        self._record(hook, self._layer(state), start)
+        self._record(hook, layer_of(state), start)
         return result
 
     def _timed_making(self, hook: str, layer: LayerSpec) -> _Wrapper:
@@ -160,12 +159,12 @@ class TimingObserver:
         state = yield
         self._compute(state)
         self._record(hook, layer, start)
-        self._remember(state, layer)
+        remember_layer(state, layer)
         return state
 
     def _timed_rows(self, hook: str, state: Any, keys: mx.array, values: mx.array) -> _Wrapper:
         self._compute(keys, values, state)
-        layer = self._layer(state)
+        layer = layer_of(state)
         start = time.perf_counter()
         result = yield
         self._compute(state, None if layer is not None and layer.routed else result)
@@ -184,20 +183,6 @@ class TimingObserver:
             entry.calls += 1
             entry.total += seconds
             entry.worst = max(entry.worst, seconds)
-
-    # ---------------------------------------------------------------- layers
-
-    def _remember(self, state: Any, layer: LayerSpec) -> None:
-        key = id(state)
-        try:
-            reference = weakref.ref(state, lambda _: self._layers.pop(key, None))
-        except TypeError:
-            return
-        self._layers[key] = (reference, layer)
-
-    def _layer(self, state: Any) -> LayerSpec | None:
-        reference, layer = self._layers.get(id(state), (None, None))
-        return layer if reference is not None and reference() is state else None
 
 
 def total_by_hook(rows: Iterable[HookTime]) -> list[HookTime]:

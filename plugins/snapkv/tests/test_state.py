@@ -352,3 +352,50 @@ def test_extreme_values_stay_finite_and_nan_stays_in_its_head():
     feed(cache, [queries, spoiled, values], [200, 1])
     assert cache.rows == 64
     assert (held(cache)["positions"][:, 0] == clean[:, 0]).all()
+
+
+@pytest.mark.parametrize("back", [5, 40, 60, 90])
+def test_the_window_stays_after_a_rewind_inside_an_open_prompt(back):
+    """Fewer queries are left to vote, yet the last rows are kept whole."""
+    rows = data(300)
+    cache = routed(budget=64)
+    feed(cache, rows, [150])
+    cache.trim(back)
+    feed(cache, rows, [10, 1])
+    length = 150 - back + 11
+    assert (cache.rows, cache.offset) == (64, length)
+    assert (held(cache)["positions"][..., -32:] == np.arange(length - 32, length)).all()
+    assert (held(cache)["positions"][..., :4] == np.arange(4)).all()
+
+
+def test_a_step_that_failed_before_its_attention_ends_no_prompt():
+    rows = data(300)
+    failed, plain = routed(budget=64), routed(budget=64)
+    feed(plain, rows, [100, 100, 1])
+    feed(failed, rows, [100])
+    failed.update_and_fetch(rows[1][:, :, 100:101], rows[2][:, :, 100:101])
+    assert veloxquant.report(failed).query_mode == "routed, queries missing"
+    assert failed.trim(1) == 1
+    assert failed.rows == 100
+    assert veloxquant.report(failed).query_mode == "routed"
+    feed(failed, rows, [100])
+    assert failed.rows == 200
+    feed(failed, rows, [1])
+    assert same(failed, plain)
+
+
+def test_a_refused_mask_evicts_nothing():
+    rows = data(200)
+    cache = routed(budget=64, eviction="chunk")
+    queries, keys, values = (array[:, :, :100] for array in rows)
+    result = cache.update_and_fetch(keys, values)
+    with pytest.raises(veloxquant.RoutingError):
+        cache.attend(queries, *result, scale=SCALE, mask=mx.ones((100, 70), mx.bool_))
+    assert cache.rows == 100
+    assert cache.trim(100) == 100
+
+
+@pytest.mark.parametrize("option", ["window", "kernel_size", "sinks", "budget"])
+def test_a_size_beyond_all_arrays_is_refused(option):
+    with pytest.raises(veloxquant.ConfigError, match=option):
+        veloxquant.get_cache("snapkv", {option: 10**11 + 1})

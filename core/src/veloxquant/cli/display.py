@@ -16,6 +16,7 @@ from rich.progress import TextColumn
 from rich.progress import TimeElapsedColumn
 from rich.progress import TimeRemainingColumn
 
+from veloxquant.cli.output import fields
 from veloxquant.cli.output import open_stderr
 from veloxquant.cli.output import open_stdout
 from veloxquant.cli.output import table
@@ -28,9 +29,13 @@ if TYPE_CHECKING:
 __all__ = ["loading", "prefill_bar", "show_agreement", "show_heading", "show_profile", "show_table", "write_text"]
 
 _LEGEND = (
-    "kept: rows per KV head. held: bytes of the caches' arrays. plain: what mlx-lm's cache would hold for the tokens "
-    "seen, without spare rows. ratio: plain / held. step: what a decode step of one layer allocates for a moment."
+    "seen: prompt and generated tokens, and one that mlx-lm computes ahead. kept: rows per KV head. held: bytes of the "
+    "caches' arrays. plain: what mlx-lm's cache would hold for the tokens seen, without spare rows. "
+    "ratio: plain / held. step: what a decode step of one layer allocates for a moment."
 )
+
+# Columns of text that the table of a generation needs.
+_NARROW = 78
 
 _PROFILE_LEGEND = (
     "the hooks of the method, all layers. Each call is computed before the next one begins, so the speeds above are "
@@ -112,7 +117,7 @@ def show_table(runs: Sequence[Generation]) -> None:
     held, held_unit = _scaled([run.report.bytes_held for run in runs])
     plain, plain_unit = _scaled([run.report.bytes_plain for run in runs])
     step, step_unit = _scaled([run.report.step_bytes for run in runs])
-    shown = table(
+    columns = (
         "cache",
         "tokens\nseen",
         "tokens\nkept",
@@ -123,11 +128,9 @@ def show_table(runs: Sequence[Generation]) -> None:
         f"step\n{step_unit}",
         "prefill\ntok/s",
         "decode\ntok/s",
-        right=True,
-        caption=_LEGEND,
     )
-    for index, run in enumerate(runs):
-        shown.add_row(
+    rows = [
+        (
             run.cache,
             f"{run.report.tokens_seen}",
             f"{run.tokens_kept:.1f}".removesuffix(".0"),
@@ -139,14 +142,32 @@ def show_table(runs: Sequence[Generation]) -> None:
             f"{run.prefill_speed:.1f}",
             "-" if run.decode_speed is None else f"{run.decode_speed:.1f}",
         )
-    open_stdout().print(shown)
+        for index, run in enumerate(runs)
+    ]
+    _show_rows(columns, rows, _LEGEND)
+
+
+def _show_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], legend: str) -> None:
+    """A table, or one block a row where the terminal is too narrow for figures side by side."""
+    console = open_stdout()
+    if console.width >= _NARROW:
+        shown = table(*columns, right=True, caption=legend)
+        for row in rows:
+            shown.add_row(*row)
+        console.print(shown)
+        return
+    for row in rows:
+        console.print(fields({name.replace("\n", " "): text for name, text in zip(columns, row, strict=True)}))
+        console.print()
+    console.print(legend)
 
 
 def show_agreement(result: Agreement) -> None:
     """How far the texts of two runs agree."""
     open_stdout().print(
         f"agreement with the plain cache: the first {result.leading} tokens are equal, "
-        f"{result.equal} of {result.length} in all ({result.share:.0%})",
+        f"{result.equal} of {result.length} in all ({result.share:.0%}); greedy texts part at the first token that "
+        "differs and then tell different stories, so see the documentation for measured quality",
         soft_wrap=True,
     )
 
@@ -156,11 +177,11 @@ def show_profile(rows: Sequence[HookTime]) -> None:
     from veloxquant.timing import total_by_hook
 
     columns = ("hook", "calls", "total\nms", "mean\nms", "worst\nms", "worst in\nlayer")
-    shown = table(*columns, right=True, caption=_PROFILE_LEGEND)
+    shown = []
     for row in total_by_hook(rows):
         times = (f"{1000 * seconds:.{digits}f}" for seconds, digits in ((row.total, 1), (row.mean, 3), (row.worst, 3)))
-        shown.add_row(row.hook, f"{row.calls}", *times, "-" if row.layer is None else f"{row.layer}")
-    open_stdout().print(shown)
+        shown.append((row.hook, f"{row.calls}", *times, "-" if row.layer is None else f"{row.layer}"))
+    _show_rows(columns, shown, _PROFILE_LEGEND)
 
 
 def _scaled(counts: Sequence[int | None]) -> tuple[list[str], str]:

@@ -21,7 +21,7 @@ def list_methods(as_json: Json = False) -> None:
     claims = collections.Counter(entry.name for entry in entries)
 
     def state(name: str) -> str:
-        return "blocked" if name in registry.blocked else "duplicate" if claims[name] > 1 else "ok"
+        return "blocked" if name in registry.blocked else "duplicate" if claims[name] > 1 else "installed"
 
     if as_json:
         write_json(

@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Json", "fields", "only_json", "open_stderr", "open_stdout", "say_error", "table", "write_json"]
+__all__ = ["Json", "fields", "only_json", "open_stderr", "open_stdout", "printable", "say_error", "table", "write_json"]
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else there.")]
 """The option ``--json`` of every command."""
@@ -57,7 +57,14 @@ def table(*columns: str, right: bool = False, caption: str | None = None) -> Tab
     """
     result = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption, caption_justify="left")
     for index, heading in enumerate(columns):
-        result.add_column(heading, justify="right" if right and index else "left", vertical="top")
+        # Names and figures are useless when cut; running text folds.
+        result.add_column(
+            heading,
+            justify="right" if right and index else "left",
+            vertical="top",
+            no_wrap=right or not index,
+            overflow="fold",
+        )
     return result
 
 
@@ -65,5 +72,10 @@ def fields(pairs: dict[str, str]) -> Table:
     """Names and values without lines around them."""
     result = Table.grid(padding=(0, 2, 0, 0))
     for name, value in pairs.items():
-        result.add_row(name, value)
+        result.add_row(printable(name), printable(value))
     return result
+
+
+def printable(text: str) -> str:
+    """A text of unknown origin without the characters that command a terminal."""
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in str(text))

@@ -13,6 +13,7 @@ from attrs.validators import ge
 from attrs.validators import gt
 from attrs.validators import in_
 from attrs.validators import instance_of
+from attrs.validators import le
 from attrs.validators import lt
 from attrs.validators import optional
 
@@ -24,7 +25,8 @@ DEFAULT_RATIO = 4.0
 
 
 def _count(minimum: int) -> Any:
-    return and_(instance_of(int), ge(minimum))
+    # Beyond a million rows nothing is a window; sizes of arrays end at 2^31.
+    return and_(instance_of(int), ge(minimum), le(2**20))
 
 
 @attrs.frozen(kw_only=True)
@@ -37,7 +39,7 @@ class SnapKVConfig:
 
     budget: int | None = attrs.field(
         default=None,
-        validator=optional(_count(1)),
+        validator=optional([instance_of(int), ge(1), lt(2**31)]),
         metadata={"help": "rows kept per KV head when the prompt is complete; give this or compression_ratio"},
     )
     compression_ratio: float | None = attrs.field(
@@ -67,7 +69,7 @@ class SnapKVConfig:
         metadata={"help": "method that stores the kept rows; None stores them as they came"},
     )
     storage_config: Mapping[str, Any] | None = attrs.field(
-        default=None, metadata={"help": "options of the storage method"}
+        default=None, validator=optional(instance_of(Mapping)), metadata={"help": "options of the storage method"}
     )
 
     def __attrs_post_init__(self) -> None:

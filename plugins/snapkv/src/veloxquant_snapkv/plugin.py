@@ -81,13 +81,15 @@ def veloxquant_attend(
             "snapkv cannot combine a mask array of the model with rows that were rewound head by head; "
             "start a new cache instead of rewinding into the evicted prompt"
         )
+    if valid is not None:
+        mask = live_mask(valid, queries.shape[1], queries.shape[2])
+    output = attention(queries, keys, values, scale, mask, sinks)
+    # Only now: attention may refuse a mask, and then nothing must have changed.
     if state.collecting:
         state.scale, state.sinks = scale, sinks
         state.observe(queries)
         _evict_chunk(state, queries.shape[2])
-    if valid is None:
-        return None
-    return attention(queries, keys, values, scale, live_mask(valid, queries.shape[1], queries.shape[2]), sinks)
+    return output
 
 
 @hookimpl

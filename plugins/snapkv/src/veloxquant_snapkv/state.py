@@ -59,6 +59,8 @@ class SnapKVState:
         scale = keys.shape[-1] ** -0.5 if self.scale is None else self.scale
         valid = self.rows.valid()
         votes = window_scores(queries, keys, scale, valid=valid, sinks=self.sinks)
+        # After a rewind fewer queries than a window may be left to vote; the rows of the window stay all the same.
+        votes = votes[..., : self.rows.count - self.config.window]
         pooled = pool_scores(votes, self.config.kernel_size, self.config.pooling)
         self.rows.keep(keep_indices(pooled, self.rows.count, budget, sinks=self.config.sinks, valid=valid))
         # Of older queries the rows may be gone now, and votes pair the latest queries with the latest rows.
