@@ -17,17 +17,15 @@ from typing import cast
 
 import mlx.core as mx
 
-from veloxquant.cache import LayerCache
 from veloxquant.errors import RoutingError
 from veloxquant.errors import UnsupportedShapeError
 from veloxquant.errors import VeloxQuantError
 from veloxquant.routed import RoutedLayerCache
 
 if TYPE_CHECKING:
-    from veloxquant.registry import Method
-    from veloxquant.types import LayerSpec
+    pass
 
-__all__ = ["BatchLayerCache", "MergeableLayerCache", "new_layer_cache"]
+__all__ = ["BatchLayerCache", "MergeableLayerCache"]
 
 
 class MergeableLayerCache(RoutedLayerCache):
@@ -340,13 +338,6 @@ class BatchLayerCache:
 
     def __repr__(self) -> str:
         return f"BatchLayerCache({self.sequences!r})"
-
-
-def new_layer_cache(method: Method, config: Any, layer: LayerSpec, state: Any = None) -> LayerCache:
-    """Make the cache of a layer: routed where the layer is and the method attends, mergeable where that is safe."""
-    if not layer.routed or method.ops.attend is None:
-        return LayerCache(method, config, layer, state)
-    return (RoutedLayerCache if layer.mixed else MergeableLayerCache)(method, config, layer, state)
 
 
 def _integers(indices: Any) -> list[int]:

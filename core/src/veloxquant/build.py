@@ -14,19 +14,20 @@ import attrs
 from veloxquant.attention import keep_routed
 from veloxquant.attention import route
 from veloxquant.attention import unroute
-from veloxquant.batch import new_layer_cache
+from veloxquant.batch import MergeableLayerCache
 from veloxquant.cache import LayerCache
 from veloxquant.config import parse_config
 from veloxquant.errors import ConfigError
 from veloxquant.errors import UnsupportedModelError
 from veloxquant.registry import default_registry
+from veloxquant.routed import RoutedLayerCache
 from veloxquant.types import LayerSpec
 
 if TYPE_CHECKING:
-    from veloxquant.registry import Method
+    from veloxquant.method import Method
     from veloxquant.registry import Registry
 
-__all__ = ["complete_layer", "get_cache", "layer_specs", "make_prompt_cache", "native_caches", "use"]
+__all__ = ["complete_layer", "get_cache", "layer_specs", "make_prompt_cache", "native_caches", "new_layer_cache", "use"]
 
 
 def get_cache(
@@ -140,6 +141,13 @@ def use(
         _take_out(model, ours)
         if routed:
             unroute(model)
+
+
+def new_layer_cache(method: Method, config: Any, layer: LayerSpec, state: Any = None) -> LayerCache:
+    """Make the cache of a layer: routed where the layer is and the method attends, mergeable where that is safe."""
+    if not layer.routed or method.ops.attend is None:
+        return LayerCache(method, config, layer, state)
+    return (RoutedLayerCache if layer.mixed else MergeableLayerCache)(method, config, layer, state)
 
 
 def complete_layer(layer: LayerSpec, config: Any, registry: Registry) -> LayerSpec:

@@ -23,10 +23,12 @@ from veloxquant.errors import RoutingError
 from veloxquant.errors import UnsupportedShapeError
 from veloxquant.errors import VeloxQuantError
 from veloxquant.layers import remember_layer
+from veloxquant.row_shape import one_row
+from veloxquant.row_shape import shape_of_rows
 from veloxquant.types import Snapshot
 
 if TYPE_CHECKING:
-    from veloxquant.registry import Method
+    from veloxquant.method import Method
     from veloxquant.types import ByteCount
     from veloxquant.types import LayerSpec
     from veloxquant.types import QueryMode
@@ -126,17 +128,7 @@ class LayerCache:
 
     def _checked(self, keys: mx.array, values: mx.array) -> list[Any]:
         name = f"layer {self.layer.index} ({self.method.name})"
-        if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3] or 0 in keys.shape + values.shape:
-            raise UnsupportedShapeError(
-                f"{name}: keys and values must be [B, Hkv, S, D] with the same B, Hkv and S, none of them 0, "
-                f"got {keys.shape} and {values.shape}"
-            )
-        for array in (keys, values):
-            if not mx.issubdtype(array.dtype, mx.floating):
-                raise UnsupportedShapeError(f"{name}: keys and values must be float arrays, got {array.dtype}")
-        # Dtypes as text: an mx.Dtype cannot be copied.
-        dtypes = [str(array.dtype).rpartition(".")[2] for array in (keys, values)]
-        shape = [*keys.shape[:2], keys.shape[3], values.shape[3], *dtypes]
+        shape = shape_of_rows(keys, values, name)
         if self._shape is None:
             return [*shape, (keys.nbytes + values.nbytes) // keys.shape[2]]
         if self._shape[:-1] != shape:
@@ -147,13 +139,9 @@ class LayerCache:
         return self._shape
 
     def _remember(self, shape: list[Any] | None) -> None:
-        if shape is self._shape:
-            return
-        self._shape, self._step = shape, None
-        if shape is not None:
-            batch, heads, key_dim, value_dim, *dtypes = shape[:-1]
-            one = [(batch, heads, 1, dim) for dim in (key_dim, value_dim)]
-            self._step = (*one, *(getattr(mx, name) for name in dtypes))
+        if shape is not self._shape:
+            self._shape = shape
+            self._step = None if shape is None else one_row(shape)
 
     def make_mask(
         self,

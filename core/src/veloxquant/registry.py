@@ -15,7 +15,6 @@ from typing import Literal
 import attrs
 import pluggy
 
-from veloxquant.binding import Ops
 from veloxquant.binding import bind
 from veloxquant.binding import new_manager
 from veloxquant.config import suggest
@@ -25,11 +24,12 @@ from veloxquant.discovery import import_plugin
 from veloxquant.discovery import installed
 from veloxquant.errors import PluginError
 from veloxquant.errors import UnknownMethodError
-from veloxquant.hooks import PROTOCOL
-from veloxquant.types import MethodInfo
+from veloxquant.method import Method
+from veloxquant.method import MisnamedError
+from veloxquant.method import checked_info
 
 if TYPE_CHECKING:
-    from veloxquant.types import QueryMode
+    pass
 
 __all__ = ["BLOCK_VARIABLE", "Method", "Problem", "Registry", "default_registry"]
 
@@ -49,35 +49,6 @@ class Problem:
     target: str
     kind: Literal["broken", "misnamed", "duplicate", "blocked", "unreadable"]
     reason: str
-
-
-@attrs.frozen(eq=False)
-class Method:
-    """A loaded method: what it says of itself and its bound hooks."""
-
-    info: MethodInfo
-    ops: Ops
-    distribution: str
-    version: str
-
-    @property
-    def name(self) -> str:
-        """The name users type."""
-        return self.info.name
-
-    @property
-    def query_modes(self) -> tuple[QueryMode, ...]:
-        """The query modes it can run in; empty for a method that needs no queries at all."""
-        if self.ops.attend is None:
-            return ()
-        return ("routed",) if "queries" in self.info.needs else ("routed", "proxy")
-
-    def trimmable(self, mode: QueryMode | None) -> bool:
-        """Whether caches in this query mode can be trimmed."""
-        return self.ops.trim is not None and not (self.info.evicts and mode != "routed")
-
-    def __deepcopy__(self, memo: object) -> Method:
-        return self
 
 
 class Registry:
@@ -223,7 +194,7 @@ class Registry:
         _register(self._manager, plugin, entry.name, origin)
         try:
             ops = bind(self._manager, entry.name)
-            info = _checked_info(ops, entry, origin)
+            info = checked_info(ops, entry, origin)
         except PluginError as error:
             self._manager.unregister(plugin)
             message = str(error)
@@ -258,11 +229,7 @@ class Registry:
             return "blocked"
         if len(self._found[name]) > 1:
             return "duplicate"
-        return "misnamed" if isinstance(error, _MisnamedError) else "broken"
-
-
-class _MisnamedError(PluginError):
-    """The entry point and the plugin disagree on the method's name."""
+        return "misnamed" if isinstance(error, MisnamedError) else "broken"
 
 
 def _register(manager: pluggy.PluginManager, plugin: object, name: str | None, origin: str) -> None:
@@ -279,27 +246,6 @@ def _register(manager: pluggy.PluginManager, plugin: object, name: str | None, o
         if not here_before and manager.is_registered(plugin):
             manager.unregister(plugin)
         raise PluginError(f"{origin} does not fit the hooks of veloxquant: {error}") from error
-
-
-def _checked_info(ops: Ops, entry: Entry, origin: str) -> MethodInfo:
-    try:
-        info = ops.method()
-    except Exception as error:
-        raise PluginError(f"{origin}: veloxquant_method failed: {type(error).__name__}: {error}") from error
-    if not isinstance(info, MethodInfo):
-        raise PluginError(f"{origin}: veloxquant_method must return a MethodInfo, not {type(info).__name__}")
-    if info.name != entry.name:
-        raise _MisnamedError(f"{origin} calls itself '{info.name}'; entry point and method must carry one name")
-    if info.protocol != PROTOCOL:
-        raise PluginError(
-            f"{origin} was written for hook protocol {info.protocol}, this veloxquant speaks {PROTOCOL}; "
-            f"update {'veloxquant' if info.protocol > PROTOCOL else entry.distribution}"
-        )
-    if not attrs.has(info.config):
-        raise PluginError(f"{origin}: the config must be an attrs class, {info.config.__name__} is not")
-    if info.prompt_window is not None and info.prompt_window not in attrs.fields_dict(info.config):
-        raise PluginError(f"{origin}: prompt_window names '{info.prompt_window}', which is no option of the config")
-    return info
 
 
 def _announced_name(plugin: Any, target: str) -> str:

@@ -13,7 +13,7 @@ from veloxquant.cache import LayerCache
 from veloxquant.errors import RoutingError
 
 if TYPE_CHECKING:
-    from veloxquant.registry import Method
+    from veloxquant.method import Method
     from veloxquant.types import LayerSpec
 
 __all__ = ["RoutedLayerCache"]

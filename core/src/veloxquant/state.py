@@ -22,7 +22,7 @@ from veloxquant.types import Snapshot
 
 if TYPE_CHECKING:
     from veloxquant.cache import LayerCache
-    from veloxquant.registry import Method
+    from veloxquant.method import Method
     from veloxquant.registry import Registry
 
 __all__ = ["STATE_FORMAT", "describe", "rebuild"]
@@ -61,8 +61,8 @@ def rebuild(state: Sequence[Any], registry: Registry | None = None, method: Meth
         FileFormatError: The list is not such a state, or is of a newer format.
         UnknownMethodError: The method is not installed.
     """
-    from veloxquant.batch import new_layer_cache
     from veloxquant.build import complete_layer
+    from veloxquant.build import new_layer_cache
     from veloxquant.registry import default_registry
 
     header, arrays = _read(state)

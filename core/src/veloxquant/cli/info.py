@@ -17,7 +17,7 @@ from veloxquant.cli.output import table
 from veloxquant.cli.output import write_json
 
 if TYPE_CHECKING:
-    from veloxquant.registry import Method
+    from veloxquant.method import Method
 
 __all__ = ["info"]
 
