@@ -1,4 +1,4 @@
-"""Two clean methods for the tests of the conformance kit: an evictor that does everything itself, and a codec.
+"""Clean methods for the tests of the conformance kit: evictors that do everything themselves, and a codec.
 
 What a fault replaces is in methods of its own, so that a faulty method is a few lines.
 """
@@ -127,7 +127,9 @@ class Keeper:
 
     def evict(self, state, budget):
         votes = self.protected(state, self.votes(state))
-        index = mx.sort(mx.argsort(-votes, axis=-1)[..., :budget], axis=-1)
+        self.take(state, mx.sort(mx.argsort(-votes, axis=-1)[..., :budget], axis=-1))
+
+    def take(self, state, index):
         for name in ("keys", "values"):
             setattr(state, name, mx.take_along_axis(getattr(state, name), index[..., None], axis=2))
         state.positions = mx.take_along_axis(state.positions, index, axis=2)
@@ -196,6 +198,36 @@ class Keeper:
     def restore(self, config, layer, snapshot):
         arrays = {name: mx.array(array) for name, array in snapshot.arrays.items()}
         return self.state(config, layer, **arrays, **snapshot.values)
+
+
+class Streamer(Keeper):
+    """After the prompt, lets 64 rows gather above the budget and then drops those between the first and the latest."""
+
+    SPARE = 64
+
+    def due(self, state):
+        return not state.collecting and state.count >= state.config.budget + self.SPARE
+
+    def later_rows(self, state, keys, values):
+        self.drop(state)
+        return super().later_rows(state, keys, values)
+
+    def prompt_rows(self, state, keys, values):
+        self.drop(state)
+        return super().prompt_rows(state, keys, values)
+
+    def drop(self, state):
+        if self.due(state):
+            index = self.left(state)
+            self.take(state, mx.broadcast_to(index, (*state.keys.shape[:2], index.shape[0])))
+
+    def left(self, state):
+        """The rows that stay: sinks, and as many of the latest as fit."""
+        place = mx.arange(state.config.budget)
+        return mx.where(place < state.config.sinks, place, place + state.count - state.config.budget)
+
+    def account(self, state):
+        return attrs.evolve(super().account(state), rows=state.config.budget if self.due(state) else state.count)
 
 
 @attrs.frozen(kw_only=True)

@@ -168,8 +168,10 @@ def test_equal_means_bit_for_bit():
         require_equal(mx.array([1.0, mx.nan, 0.5]), one, "here")
     with pytest.raises(RuleFailure, match="the dtype is"):
         require_equal(one.astype(mx.float16), one, "here")
-    with pytest.raises(RuleFailure, match="holds a where a, b"):
+    with pytest.raises(RuleFailure, match=r"^here: b is missing$"):
         require_equal({"a": 1}, {"a": 1, "b": 2}, "here")
+    with pytest.raises(RuleFailure, match=r"^here: b, d is missing; c is there and should not be$"):
+        require_equal({"a": 1, "c": 3}, {"a": 1, "b": 2, "d": 2}, "here")
 
 
 def test_nearly_equal_does_not_let_nan_through():

@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 
 from veloxquant import ByteCount
+from veloxquant import PositionedRows
 from veloxquant import Snapshot
 from veloxquant import VeloxQuantError
 from veloxquant import hookimpl
@@ -38,6 +39,7 @@ def _toys():
 
 toys = _toys()
 Keeper, KeeperState, Rounder, RounderRows = toys.Keeper, toys.KeeperState, toys.Rounder, toys.RounderRows
+Streamer = toys.Streamer
 FAULTS = {}
 DENSE = {"budget": 10**6}
 
@@ -237,10 +239,7 @@ class RoundsTheBudgetDownToNothing(Keeper):
 @caught_by("held_rows_in_order")
 class KeepsRowsInTheOrderOfTheirVotes(Keeper):
     def evict(self, state, budget):
-        index = mx.argsort(-self.protected(state, self.votes(state)), axis=-1)[..., :budget]
-        for name in ("keys", "values"):
-            setattr(state, name, mx.take_along_axis(getattr(state, name), index[..., None], axis=2))
-        state.positions = mx.take_along_axis(state.positions, index, axis=2)
+        self.take(state, mx.argsort(-self.protected(state, self.votes(state)), axis=-1)[..., :budget])
 
 
 @caught_by("keys_fit_values")
@@ -278,7 +277,219 @@ class SharesAScaleWithinEachCall(Rounder):
             return mx.broadcast_to(whole, (*wide.shape[:3], 1))
 
 
+# ------------------------------------------------------------------ while decoding
+
+
+@caught_by("sinks_held")
+class DropsTheSinksWhileDecoding(Streamer):
+    def left(self, state):
+        return mx.arange(state.count - state.config.budget, state.count)
+
+
+@caught_by("newest_row_held")
+class DropsTheNewestRowsWhileDecoding(Streamer):
+    def left(self, state):
+        left = super().left(state)
+        return mx.where(left < state.config.sinks, left, left - 3)
+
+
+@caught_by("block_rows_held", "newest_row_held")
+class DropsRowsBehindTheirBlockWhileDecoding(Streamer):
+    def later_rows(self, state, keys, values):
+        result = super().later_rows(state, keys, values)
+        if state.seen > 300:
+            self.take(state, mx.broadcast_to(mx.arange(state.count - 1), (*keys.shape[:2], state.count - 1)))
+        return result
+
+
+@caught_by("held_rows_in_order")
+class ReversesRowsWhileDecoding(Streamer):
+    def left(self, state):
+        return super().left(state)[::-1]
+
+
+@caught_by("keys_fit_values")
+class TakesOtherValuesWhileDecoding(Streamer):
+    def drop(self, state):
+        values, due = state.values, self.due(state)
+        super().drop(state)
+        if due:
+            state.values = values[:, :, -state.count :]
+
+
+@caught_by("long_rewind")
+class CountsPositionsOneTooHighWhileDecoding(Streamer):
+    ERROR = 1
+
+    def drop(self, state):
+        due = self.due(state)
+        super().drop(state)
+        if due:
+            state.positions = state.positions + self.ERROR
+
+
+@caught_by("long_rewind")
+class CountsPositionsOneTooLowWhileDecoding(CountsPositionsOneTooHighWhileDecoding):
+    ERROR = -1
+
+
+@caught_by("long_rewind")
+class RefusesARewindOverAnEvictionWhileDecoding(Streamer):
+    def rewind(self, state, count):
+        if state.count - count < state.config.budget and state.seen > 300:
+            raise VeloxQuantError("streamer cannot rewind that far")
+        super().rewind(state, count)
+
+
+@caught_by("no_host_sync")
+class EvaluatesWhileDecoding(Streamer):
+    def drop(self, state):
+        due = self.due(state)
+        super().drop(state)
+        if due:
+            mx.eval(state.positions)
+
+
+@caught_by("no_host_sync")
+class ReadsPositionsBackWhileDecoding(Streamer):
+    def drop(self, state):
+        if self.due(state) and state.positions.max().item() > 0:
+            super().drop(state)
+
+
+# ------------------------------------------------------------------ later prompts
+
+
+@caught_by("later_prompt_evicts")
+class TakesALaterPromptForAnAnswer(Keeper):
+    def finish(self, state):
+        if state.positions.shape[2] == state.seen:
+            super().finish(state)
+        state.collecting, state.queries = False, None
+
+
+@caught_by("later_prompt_whole", "later_prompt_stored")
+class EvictsAfterTheFirstPartOfALaterPrompt(Keeper):
+    def attend(self, state, queries, keys, values, scale, mask, sinks):
+        result = super().attend(state, queries, keys, values, scale, mask, sinks)
+        if state.collecting and state.count < state.seen and state.count > state.config.budget:
+            self.evict(state, state.config.budget)
+        return result
+
+
+@caught_by("later_prompt_whole", "later_prompt_stored")
+class EvictsWithinALaterPromptAsWhileDecoding(Streamer):
+    def due(self, state):
+        return state.count < state.seen and state.count >= state.config.budget + self.SPARE
+
+
+@caught_by("later_prompt_stored")
+class VotesWithTheFirstPartOfALaterPrompt(Keeper):
+    def observe(self, state, queries):
+        if state.queries is None or state.count == state.seen:
+            super().observe(state, queries)
+
+
+@caught_by("sinks_held")
+class DropsTheSinksInALaterPrompt(Keeper):
+    def protected(self, state, votes):
+        if state.count == state.seen:
+            return super().protected(state, votes)
+        return mx.where(mx.arange(state.count) >= state.count - state.config.window, mx.inf, -votes)
+
+
+# ------------------------------------------------------------------ attention
+
+
+@caught_by("scale_honoured", "attention_exact")
+class AttendsWithAScaleOfItsOwn(Keeper):
+    def attend(self, state, queries, keys, values, scale, mask, sinks):
+        super().attend(state, queries, keys, values, scale, mask, sinks)
+        return attention(queries, keys, values, queries.shape[3] ** -0.5, mask, sinks)
+
+
+@caught_by("sinks_honoured", "attention_exact")
+class IgnoresSinkLogits(Keeper):
+    def attend(self, state, queries, keys, values, scale, mask, sinks):
+        super().attend(state, queries, keys, values, scale, mask, sinks)
+        return attention(queries, keys, values, scale, mask, None)
+
+
+@caught_by("sinks_honoured", "attention_exact")
+class TakesSinkLogitsOfAnotherHead(Keeper):
+    def attend(self, state, queries, keys, values, scale, mask, sinks):
+        super().attend(state, queries, keys, values, scale, mask, sinks)
+        return attention(queries, keys, values, scale, mask, None if sinks is None else sinks[::-1])
+
+
+@caught_by("block_causal", "attention_exact")
+class LooksAheadInShortBlocks(Keeper):
+    def attend(self, state, queries, keys, values, scale, mask, sinks):
+        super().attend(state, queries, keys, values, scale, mask, sinks)
+        return attention(queries, keys, values, scale, mask if state.collecting else None, sinks)
+
+
+@caught_by("attention_exact")
+class AttendsToTheLatestRowsOnly(Keeper):
+    def attend(self, state, queries, keys, values, scale, mask, sinks):
+        super().attend(state, queries, keys, values, scale, mask, sinks)
+        if state.collecting:
+            return None
+        return attention(queries, keys[:, :, -20:], values[:, :, -20:], scale, mask, sinks)
+
+
+# ------------------------------------------------------------------ other layers
+
+
+@caught_by("layers_alike")
+class KeepsFewerRowsInLaterLayers(Keeper):
+    def budget(self, state):
+        return state.config.budget - 8 * (state.layer.index > 0)
+
+
+@caught_by("layers_alike")
+class KeepsOtherRowsInLaterLayers(Keeper):
+    def votes(self, state):
+        return super().votes(state) if state.layer.index == 0 else -super().votes(state)
+
+
+@caught_by("newest_row_held")
+class StoresNoDecodedRowsInLaterLayers(Keeper):
+    def later_rows(self, state, keys, values):
+        if state.layer.index == 0:
+            return super().later_rows(state, keys, values)
+        state.seen += keys.shape[2]
+        return toys.joined(state.keys, keys), toys.joined(state.values, values)
+
+
+@caught_by("own_rows_exact", "first_block_exact")
+class RoundsWhatItReturnsInLaterLayers(Rounder):
+    class rounded(RounderRows):
+        lossless = True
+
+    @hookimpl
+    def veloxquant_create(self, config, layer):
+        rows = self.rounded if layer.index else self.rows
+        return PositionedRows(rows(config.levels))
+
+
 # ------------------------------------------------------------------ rewinds
+
+
+@caught_by("trim_count")
+class ReturnsNothingFromTrim(Keeper):
+    @hookimpl
+    def veloxquant_trim(self, state, count):
+        self.rewind(state, count)
+
+
+@caught_by("trim_count")
+class ReturnsTheRowsDroppedFromTrim(Keeper):
+    @hookimpl
+    def veloxquant_trim(self, state, count):
+        before = state.count
+        self.rewind(state, count)
+        return before - state.count
 
 
 @caught_by("trim_forgets", "deep_rewind")
@@ -357,6 +568,26 @@ class StateThatIsItsOwnCopy(KeeperState):
 @caught_by("deepcopy_independent")
 class SharesTheStateBetweenCopies(Keeper):
     state = StateThatIsItsOwnCopy
+
+
+@caught_by("dropped_caches_freed")
+class KeepsEveryStateInAGlobal(Keeper):
+    states = ()
+
+    @hookimpl
+    def veloxquant_create(self, config, layer):
+        type(self).states += (self.state(config, layer),)
+        return self.states[-1]
+
+
+@caught_by("dropped_caches_freed")
+class KeepsEveryRestoredStateToo(Keeper):
+    @attrs.define(eq=False)
+    class state(KeeperState):
+        made = ()
+
+        def __attrs_post_init__(self):
+            type(self).made += (self,)
 
 
 @attrs.define(eq=False)
@@ -597,6 +828,12 @@ def clean():
     return {kind: check(kind) for kind in (Keeper, Rounder)}
 
 
+def test_a_clean_method_that_evicts_while_decoding_passes_the_rules_that_find_faults_in_it():
+    rules = {rule for kind, rules in FAULTS.values() if issubclass(kind, Streamer) for rule in rules}
+    found = check(Streamer, rules | {"attention_exact", "deep_rewind", "prompt_end_once", "trim_forgets", "trim_state"})
+    assert {name: one.message for name, one in found.items() if one.outcome != "passed"} == {}
+
+
 @pytest.mark.parametrize("kind", [Keeper, Rounder])
 def test_a_clean_method_passes_every_rule(clean, kind):
     assert list(clean[kind]) == rule_names()
@@ -635,6 +872,18 @@ def every_row(self, rows):
     return [rows] * len(self.sequences)
 
 
+def finish_twice(self):
+    for _ in range(2):
+        self._prompt_open = False
+        if self.method.ops.finish_prompt is not None:
+            self.method.ops.finish_prompt(self.method_state)
+
+
+def finish_for_good(self):
+    finish_twice(self)
+    self._window = 10**6
+
+
 def mask_of_any_window(self, N, **_):
     return None if N == 1 else "causal"
 
@@ -666,6 +915,10 @@ CORE_FAULTS = {
     "windows are ignored": (
         LayerCache, "make_mask", mask_of_any_window, ["window_refused", "mask_array_fits"]
     ),
+    "the end of a prompt is told twice": (LayerCache, "_finish_prompt", finish_twice, ["prompt_end_once"]),
+    "a later prompt is an answer": (
+        LayerCache, "_finish_prompt", finish_for_good, ["prompt_end_once", "later_prompt_evicts"]
+    ),
     "trim goes layer by layer": (
         rewinds, "trim_prompt_cache", trim_layer_by_layer, ["trim_all_or_none"]
     ),
@@ -689,4 +942,4 @@ def test_an_offset_that_counts_rows_is_found(monkeypatch):
 
 
 def test_there_are_enough_faults():
-    assert len(FAULTS) >= 25
+    assert len(FAULTS) >= 75

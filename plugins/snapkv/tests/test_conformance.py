@@ -8,6 +8,8 @@ PER_CHUNK = "eviction per chunk bounds memory at the price of choosing before th
 BY_DESIGN = {
     "prompt_attended_whole": PER_CHUNK,
     "chunk_parity": PER_CHUNK,
+    "later_prompt_whole": PER_CHUNK,
+    "later_prompt_stored": PER_CHUNK,
     "trim_in_prompt": "a rewound block has voted, and what it evicted stays gone",
 }
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence
+from collections.abc import Set
 from typing import Any
 
 import attrs
@@ -75,18 +75,28 @@ class Step:
     output: mx.array
 
 
-def step(cache: Any, rows: Rows, mask: mx.array | str | None = None) -> Step:
+def step(
+    cache: Any,
+    rows: Rows,
+    mask: mx.array | str | None = None,
+    *,
+    scale: float | None = None,
+    sinks: mx.array | None = None,
+) -> Step:
     """One forward pass of a layer: mask, rows, attention, in mlx-lm's order.
 
     Args:
         cache: A cache.
         rows: All tokens of the call.
         mask: A mask to use in place of the one that the cache makes.
+        scale: Factor on the logits; by default the usual one of the head dim.
+        sinks: Sink logits ``[Hq]``, as some models have them.
     """
     own = cache.make_mask(rows.tokens)
     keys, values = cache.update_and_fetch(rows.keys, rows.values)
     attend = getattr(cache, "attend", None) or attention
-    output = attend(rows.queries, keys, values, rows.keys.shape[3] ** -0.5, own if mask is None else mask)
+    scale = rows.keys.shape[3] ** -0.5 if scale is None else scale
+    output = attend(rows.queries, keys, values, scale, own if mask is None else mask, sinks)
     return Step(keys, values, output)
 
 
@@ -157,7 +167,7 @@ def require_equal(found: Any, expected: Any, what: str) -> None:
     """
     if isinstance(found, dict):
         if found.keys() != expected.keys():
-            raise RuleFailure(f"{what}: holds {_listed(found)} where {_listed(expected)} were expected")
+            raise RuleFailure(f"{what}: {_names_apart(found.keys(), expected.keys())}")
         for name in found:
             require_equal(found[name], expected[name], f"{what}: {name}")
     elif not same(found, expected):
@@ -177,8 +187,9 @@ def require_like(found: mx.array, expected: mx.array, what: str, tolerance: floa
     require(worst <= tolerance, f"{what}: differs by up to {worst:.3g}, more than {tolerance:.1g}")
 
 
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)) or "nothing"
+def _names_apart(found: Set[str], expected: Set[str]) -> str:
+    parts = {"is missing": expected - found, "is there and should not be": found - expected}
+    return "; ".join(f"{', '.join(sorted(names))} {what}" for what, names in parts.items() if names)
 
 
 def _difference(found: Any, expected: Any) -> str:

@@ -12,6 +12,7 @@ from veloxquant.errors import VeloxQuantError
 from veloxquant.registry import Registry
 from veloxquant.testing.failures import RuleFailure
 from veloxquant.testing.rules import RULES
+from veloxquant.testing.rules.applies import layers_of
 from veloxquant.testing.rules.applies import reason_to_skip
 from veloxquant.testing.subject import Subject
 from veloxquant.testing.subject import make_subject
@@ -74,7 +75,7 @@ def check_method(
 
 
 def run_rule(name: str, subject: Subject) -> RuleResult:
-    """Run one rule in every query mode that the method has.
+    """Run one rule in every query mode that the method has, and in every layer that the rule asks for.
 
     Args:
         name: Name of the rule.
@@ -87,17 +88,19 @@ def run_rule(name: str, subject: Subject) -> RuleResult:
     skipped = {}
     for mode in subject.modes:
         one = subject.in_mode(mode)
-        where = f"in {mode} mode: " if len(subject.modes) > 1 else ""
         reason = reason_to_skip(check, one)
         if reason is not None:
             skipped[mode] = reason
             continue
-        try:
-            check(one)
-        except RuleFailure as failure:
-            return RuleResult(name, "failed", f"{where}{failure}", failure)
-        except Exception as error:  # whatever the method trips over is a finding about it
-            return RuleResult(name, "failed", f"{where}{type(error).__name__}: {error}", error)
+        for index in layers_of(check):
+            where = f"in {mode} mode: " if len(subject.modes) > 1 else ""
+            where += f"in layer {index}: " if index else ""
+            try:
+                check(one.in_layer(index))
+            except RuleFailure as failure:
+                return RuleResult(name, "failed", f"{where}{failure}", failure)
+            except Exception as error:  # whatever the method trips over is a finding about it
+                return RuleResult(name, "failed", f"{where}{type(error).__name__}: {error}", error)
     if len(skipped) == len(subject.modes):
         return RuleResult(name, "not applicable", "; ".join(dict.fromkeys(skipped.values())))
     return RuleResult(name, "passed")

@@ -21,9 +21,11 @@ from veloxquant.types import LayerSpec
 from veloxquant.types import QueryMode
 from veloxquant.types import Rope
 
-__all__ = ["Shape", "Subject", "make_subject"]
+__all__ = ["LATER", "Shape", "Subject", "make_subject"]
 
 TOKENS = (200, 300, 450, 600, 900, 1300, 1800)
+LATER = 150
+"""Steps after which a method that evicts now and then while decoding has done so."""
 
 
 @attrs.frozen(kw_only=True)
@@ -50,6 +52,7 @@ class Subject:
         mode: The query mode of the layers made; without meaning for a method that needs no queries.
         tokens: Length of the usual prompt: long enough for an evicting method to evict.
         shape: Sizes of the usual rows.
+        index: The layer whose caches are made.
     """
 
     method: Method
@@ -59,6 +62,7 @@ class Subject:
     mode: QueryMode = "proxy"
     tokens: int = TOKENS[0]
     shape: Shape = attrs.field(factory=Shape)
+    index: int = 0
 
     @property
     def modes(self) -> tuple[QueryMode, ...]:
@@ -86,9 +90,18 @@ class Subject:
         """The usual prompt in mlx-lm's blocks: all of it but the last token, and that."""
         return [self.tokens - 1, 1]
 
+    @property
+    def later_prompt(self) -> int:
+        """Length of a later turn: long enough to be a prompt, and for an evicting method to evict again."""
+        return max(2 * self.window, self.tokens)
+
     def in_mode(self, mode: QueryMode) -> Subject:
         """The same in another query mode."""
         return attrs.evolve(self, mode=mode)
+
+    def in_layer(self, index: int) -> Subject:
+        """The same in another layer."""
+        return attrs.evolve(self, index=index)
 
     def shaped(self, **changes: Any) -> Subject:
         """The same with other sizes of rows."""
@@ -98,11 +111,11 @@ class Subject:
         """The same with the config that keeps everything."""
         return attrs.evolve(self, config=self.dense_config)
 
-    def layer(self, index: int = 0) -> LayerSpec:
-        """What the method is told of a layer."""
+    def layer(self, index: int | None = None) -> LayerSpec:
+        """What the method is told of the layer ``index``, by default the subject's."""
         shape = self.shape
         return LayerSpec(
-            index=index,
+            index=self.index if index is None else index,
             query_mode=self.mode,
             query_heads=shape.query_heads,
             kv_heads=shape.kv_heads,
@@ -111,8 +124,8 @@ class Subject:
             rope=Rope(dims=shape.key_dim),
         )
 
-    def cache(self, index: int = 0) -> LayerCache:
-        """An empty cache of the layer ``index``."""
+    def cache(self, index: int | None = None) -> LayerCache:
+        """An empty cache of the layer ``index``, by default the subject's."""
         return get_cache(self.method.name, self.config, layer=self.layer(index), registry=self.registry)
 
     def rows(self, tokens: int | None = None, *, seed: int = 0) -> Rows:
@@ -140,7 +153,7 @@ class Subject:
 
     def moments(self) -> dict[str, LayerCache]:
         """Caches in every phase of their life, by a name for messages."""
-        rows = self.rows(self.tokens + 8)
+        rows = self.rows(self.tokens + LATER)
         cuts = {
             "empty": [],
             "after a first token": [1],
@@ -148,6 +161,7 @@ class Subject:
             "after a prompt": self.prompt,
             "after some steps": [*self.prompt, 1, 1, 1],
             "after a short block": [*self.prompt, 1, 1, min(4, self.window - 1)],
+            "long after a prompt": [*self.prompt, *[1] * LATER],
         }
         made = {}
         for name, sizes in cuts.items():

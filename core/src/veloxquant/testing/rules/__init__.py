@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from veloxquant.testing.rules import account
+from veloxquant.testing.rules import attends
 from veloxquant.testing.rules import batches
 from veloxquant.testing.rules import chunks
 from veloxquant.testing.rules import copies
@@ -18,6 +19,8 @@ from veloxquant.testing.rules import rewinds
 from veloxquant.testing.rules import shapes
 from veloxquant.testing.rules import states
 from veloxquant.testing.rules import stores
+from veloxquant.testing.rules import trims
+from veloxquant.testing.rules import turns
 from veloxquant.testing.rules.applies import Rule
 
 __all__ = ["RULES"]
@@ -27,11 +30,14 @@ PREFIX = "check_"
 _TOPICS = (
     protocol,
     returns,
+    attends,
     masks,
     shapes,
     kept,
     chunks,
+    turns,
     rewinds,
+    trims,
     copies,
     states,
     files,

@@ -12,6 +12,8 @@ import mlx.core as mx
 from veloxquant.testing.driver import feed
 from veloxquant.testing.driver import numbers
 from veloxquant.testing.failures import require
+from veloxquant.testing.rules.applies import finishing
+from veloxquant.testing.rules.applies import in_layers
 from veloxquant.testing.rules.applies import routed
 from veloxquant.testing.rules.applies import when
 from veloxquant.testing.subject import Subject
@@ -70,11 +72,10 @@ def _held_and_shared(subject: Subject, state: Any) -> tuple[int, int]:
     return sum(array.nbytes for array in arrays.values()) - shared, shared
 
 
+@in_layers(0, 1)
 def check_bytes_held(subject: Subject) -> None:
     """The bytes reported are those of the arrays that can be reached from the state, at any moment."""
-    caches = subject.moments()
-    caches["after 150 steps"] = subject.used(150)[0]
-    for name, cache in caches.items():
+    for name, cache in subject.moments().items():
         held, shared = _held_and_shared(subject, cache.method_state)
         count = cache.account()
         require(count.held == held, f"{name}: {count.held} bytes are reported and {held} are held")
@@ -177,12 +178,7 @@ def _memory(subject: Subject, cuts: list[int]) -> tuple[int, ByteCount, int]:
     return mx.get_active_memory() - before, cache.account(), len(reachable(cache.method_state))
 
 
-def _finishes(subject: Subject) -> str | None:
-    """The method learns when the prompt ends."""
-    return None if subject.method.ops.finish_prompt is not None else "the method has no finish_prompt hook"
-
-
-@when(routed, _finishes)
+@when(routed, finishing)
 def check_queries_freed(subject: Subject) -> None:
     """No query of the prompt is held once the prompt is complete."""
     cache, rows = subject.used()

@@ -16,7 +16,10 @@ __all__ = [
     "Rule",
     "dense",
     "evicting",
+    "finishing",
+    "in_layers",
     "installed",
+    "layers_of",
     "once",
     "reason_to_skip",
     "routed",
@@ -31,6 +34,7 @@ Condition = Callable[["Subject"], str | None]
 """Gives the reason why a rule does not apply, or None if it does."""
 
 _CONDITIONS = "_veloxquant_conditions"
+_LAYERS = "_veloxquant_layers"
 
 
 def when(*conditions: Condition) -> Callable[[Rule], Rule]:
@@ -47,6 +51,22 @@ def reason_to_skip(rule: Rule, subject: Subject) -> str | None:
     """Why a rule does not apply to a subject, or None if it does."""
     conditions: tuple[Any, ...] = getattr(rule, _CONDITIONS, ())
     return next((reason for condition in conditions if (reason := condition(subject)) is not None), None)
+
+
+def in_layers(*indices: int) -> Callable[[Rule], Rule]:
+    """Run a rule in several layers, for methods that treat layers differently; without it, in layer 0."""
+
+    def mark(rule: Rule) -> Rule:
+        setattr(rule, _LAYERS, indices)
+        return rule
+
+    return mark
+
+
+def layers_of(rule: Rule) -> tuple[int, ...]:
+    """The layers in which a rule runs."""
+    layers: tuple[int, ...] = getattr(rule, _LAYERS, (0,))
+    return layers
 
 
 def trimmable(subject: Subject) -> str | None:
@@ -66,6 +86,11 @@ def routed(subject: Subject) -> str | None:
 def evicting(subject: Subject) -> str | None:
     """The method drops rows for good."""
     return None if subject.method.info.evicts else "the method does not evict"
+
+
+def finishing(subject: Subject) -> str | None:
+    """The method learns when the prompt ends."""
+    return "the method has no finish_prompt hook" if subject.method.ops.finish_prompt is None else None
 
 
 def dense(subject: Subject) -> str | None:

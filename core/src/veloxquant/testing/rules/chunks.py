@@ -10,6 +10,7 @@ from veloxquant.testing.driver import contents
 from veloxquant.testing.driver import feed
 from veloxquant.testing.driver import require_equal
 from veloxquant.testing.failures import require
+from veloxquant.testing.rules.applies import in_layers
 from veloxquant.testing.rules.applies import when
 from veloxquant.testing.subject import Subject
 
@@ -27,6 +28,7 @@ def _same_in_blocks(subject: Subject, rows: Rows, cuts: Sequence[Sequence[int]])
         require_equal(found, expected, f"{rows.tokens} tokens in blocks of {shown}, against one block")
 
 
+@in_layers(0, 1)
 def check_chunk_parity(subject: Subject) -> None:
     """What is stored of a prompt does not depend on the blocks in which it came."""
     tokens = subject.tokens

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import weakref
 from typing import Any
 
 import mlx.core as mx
 
 from veloxquant.cache import LayerCache
+from veloxquant.state import rebuild
 from veloxquant.testing.driver import Rows
 from veloxquant.testing.driver import Step
 from veloxquant.testing.driver import blocks
@@ -41,10 +43,12 @@ def check_deepcopy_independent(subject: Subject) -> None:
         first, second, before = copy.deepcopy(cache), copy.deepcopy(cache), contents(cache)
         require_equal(contents(first), before, f"{name}: a copy, against the original")
         by_copy = _go_on(first, rows)
-        require_equal(contents(cache), before, f"{name}: the original, after its copy went on")
+        require_equal(contents(cache), before, f"{name}: the original, after its copy went on (shared between copies?)")
         by_original = _go_on(cache, rows)
-        require_equal(by_copy, by_original, f"{name}: the copy going on, against the original")
-        require_equal(contents(second), before, f"{name}: another copy, after the original went on")
+        what = f"{name}: the copy going on, against the original, which went on after it (shared between copies?)"
+        require_equal(by_copy, by_original, what)
+        what = f"{name}: another copy, after the original went on (shared between copies?)"
+        require_equal(contents(second), before, what)
 
 
 def check_deepcopy_memory(subject: Subject) -> None:
@@ -63,6 +67,27 @@ def check_deepcopy_memory(subject: Subject) -> None:
     gc.collect()
     grown = mx.get_active_memory() - before
     require(grown <= 64 * 1024, f"{grown} bytes more are in use after 200 copies were dropped")
+
+
+def check_dropped_caches_freed(subject: Subject) -> None:
+    """Ten caches, made, used, restored and dropped, leave memory where it was and no state behind."""
+
+    def cycle() -> list[weakref.ref[Any]]:
+        cache, _ = subject.used(2)
+        return _watched(cache, rebuild(cache.state, subject.registry))
+
+    cycle()
+    gc.collect()
+    before, states = mx.get_active_memory(), [one for _ in range(10) for one in cycle()]
+    gc.collect()
+    grown, alive = mx.get_active_memory() - before, sum(one() is not None for one in states)
+    require(grown <= 64 * 1024, f"{grown} bytes more are in use after 10 caches were dropped")
+    require(alive == 0, f"{alive} of {len(states)} states of dropped caches are still held by something")
+
+
+def _watched(*caches: LayerCache) -> list[weakref.ref[Any]]:
+    """Weak references to the states of caches, of those that allow it."""
+    return [weakref.ref(one.method_state) for one in caches if type(one.method_state).__weakrefoffset__]
 
 
 def check_interleaved(subject: Subject) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 from collections.abc import Generator
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -25,6 +27,8 @@ from veloxquant.testing.driver import step
 from veloxquant.testing.failures import RuleFailure
 from veloxquant.testing.failures import refusing
 from veloxquant.testing.failures import require
+from veloxquant.testing.rules.applies import in_layers
+from veloxquant.testing.subject import LATER
 from veloxquant.testing.subject import Subject
 
 # Whatever mlx-lm's generators, server, prompt cache and files touch.
@@ -172,30 +176,54 @@ def check_observers(subject: Subject) -> None:
     require(not missed, f"an observer did not see {', '.join(missed)}")
 
 
+@contextlib.contextmanager
+def _no_evaluation() -> Iterator[None]:
+    """Make evaluating and reading back an error for arrays too that do not depend on what is traced."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise ValueError("[eval] in a hook")
+
+    places = [(mx, "eval"), (mx, "async_eval"), (mx, "synchronize"), (mx.array, "item"), (mx.array, "tolist")]
+    before = [getattr(owner, name) for owner, name in places]
+    try:
+        for owner, name in places:
+            setattr(owner, name, refused)
+        yield
+    finally:
+        for (owner, name), function in zip(places, before, strict=True):
+            setattr(owner, name, function)
+
+
+@in_layers(0, 1)
 def check_no_host_sync(subject: Subject) -> None:
     """No hook between a token and its attention reads an array back to Python or evaluates one."""
     half = subject.tokens // 2
-    blocks = {
-        "a prompt block": (0, half, []),
-        "the next prompt block": (half, subject.tokens - half - 1, [half]),
-        "the last token of a prompt": (subject.tokens - 1, 1, [subject.tokens - 1]),
-        "a step": (subject.tokens, 1, subject.prompt),
-        "a short block": (subject.tokens, 3, subject.prompt),
+    blocks: dict[str, tuple[list[int], list[int]]] = {
+        "a prompt block": ([], [half]),
+        "the next prompt block": ([half], [subject.tokens - half - 1]),
+        "the last token of a prompt": ([subject.tokens - 1], [1]),
+        "a step": (subject.prompt, [1]),
+        "a short block": (subject.prompt, [3]),
+        f"one of {LATER} steps": (subject.prompt, [1] * LATER),
+        "a block of a later prompt": ([*subject.prompt, 1], [subject.later_prompt]),
     }
-    rows = subject.rows(subject.tokens + 3)
-    for name, (start, size, before) in blocks.items():
-        cache = subject.cache()
+    for name, (before, cuts) in blocks.items():
+        cache, rows = subject.cache(), subject.rows(sum(before) + sum(cuts))
         if before:
-            feed(cache, rows.part(0, start), before)
+            feed(cache, rows.part(0, sum(before)), before)
 
-        def call(*arrays: mx.array, cache: Any = cache) -> list[mx.array]:
-            got = step(cache, Rows(*arrays))
-            return [got.output, *[part for part in cache.state if isinstance(part, mx.array)]]
+        def call(*arrays: mx.array, cache: Any = cache, cuts: list[int] = cuts) -> list[mx.array]:
+            rows, start, outputs = Rows(*arrays), 0, []
+            for size in cuts:
+                outputs.append(step(cache, rows.part(start, start + size)).output)
+                start += size
+            return [*outputs, *[part for part in cache.state if isinstance(part, mx.array)]]
 
         try:
             # While MLX traces a function, evaluating an array of it is an error. Its results are not evaluated:
             # that would compile kernels.
-            mx.compile(call)(*rows.part(start, start + size).arrays)
+            with _no_evaluation():
+                mx.compile(call)(*rows.part(sum(before)).arrays)
         except ValueError as error:
             if "eval" not in str(error):
                 raise

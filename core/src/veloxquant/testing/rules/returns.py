@@ -18,6 +18,7 @@ from veloxquant.testing.driver import step
 from veloxquant.testing.failures import require
 from veloxquant.testing.rules.applies import dense
 from veloxquant.testing.rules.applies import evicting
+from veloxquant.testing.rules.applies import in_layers
 from veloxquant.testing.rules.applies import routed
 from veloxquant.testing.rules.applies import when
 from veloxquant.testing.subject import Subject
@@ -36,6 +37,7 @@ def _attended(rows: Rows) -> Any:
     return attention(*rows.arrays, rows.keys.shape[3] ** -0.5, "causal")
 
 
+@in_layers(0, 1)
 def check_own_rows_exact(subject: Subject) -> None:
     """A call returns its own rows last, in order and exactly as they came; a first call returns nothing else."""
     cuts = _calls(subject)
@@ -98,6 +100,7 @@ def check_results_final(subject: Subject) -> None:
         require_equal(numbers(array), before, f"{what} changed later")
 
 
+@in_layers(0, 1)
 def check_first_block_exact(subject: Subject) -> None:
     """The first block is attended densely and exactly, whatever is evicted or compressed afterwards."""
     for tokens in sorted({1, 2, subject.window - 1, subject.window + 1, subject.tokens}):

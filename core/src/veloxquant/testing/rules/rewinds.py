@@ -16,8 +16,10 @@ from veloxquant.testing.driver import numbers
 from veloxquant.testing.driver import require_equal
 from veloxquant.testing.failures import refusing
 from veloxquant.testing.failures import require
+from veloxquant.testing.rules.applies import in_layers
 from veloxquant.testing.rules.applies import trimmable
 from veloxquant.testing.rules.applies import when
+from veloxquant.testing.subject import LATER
 from veloxquant.testing.subject import Subject
 
 _MARK = 100.0
@@ -47,6 +49,7 @@ def _tails(subject: Subject) -> list[list[int]]:
 
 
 @when(trimmable)
+@in_layers(0, 1)
 def check_trim_forgets(subject: Subject) -> None:
     """After trimming what followed the prompt, a cache goes on as if it had never seen it."""
     for tail in _tails(subject):
@@ -120,21 +123,37 @@ def check_trim_limits(subject: Subject) -> None:
     require_equal(contents(cache), contents(fresh), "used again after everything was trimmed, against a new cache")
 
 
+class _Untrimmable:
+    """A layer that cannot be trimmed."""
+
+    offset = 10**6
+
+    def is_trimmable(self) -> bool:
+        """It says so."""
+        return False
+
+    def trim(self, n: int) -> int:
+        """As such caches do."""
+        return 0
+
+
 @when(trimmable)
 def check_trim_all_or_none(subject: Subject) -> None:
-    """``trim_prompt_cache`` trims every layer by the same count, or none."""
-    long, _ = subject.used(3)
-    short = subject.cache(1)
-    feed(short, subject.rows(4), [3, 1])
-    before = contents(long), contents(short)
-    returned = trim_prompt_cache([long, short], 8)
-    require(returned == 0, f"trimming 8 tokens of layers that have seen {long.offset} and 4 returned {returned}")
-    require_equal(contents(long), before[0], "the longer layer, after a trim that the other could not follow")
-    require_equal(contents(short), before[1], "the shorter layer, after a trim that it could not follow")
-    returned = trim_prompt_cache([long, short], 2)
-    offsets = (returned, long.offset, short.offset)
-    expected = (2, subject.tokens + 1, 2)
-    require(offsets == expected, f"trimming 2 tokens returned, and left offsets, {offsets} instead of {expected}")
+    """``trim_prompt_cache`` trims every layer to the same length, or none."""
+    ahead, behind = subject.used(3)[0], subject.in_layer(1).used()[0]
+    before = contents(ahead), contents(behind)
+    returned = trim_prompt_cache([ahead, behind, _Untrimmable()], 2)
+    require(returned == 0, f"trimming 2 tokens of three layers, one of which cannot be trimmed, returned {returned}")
+    require_equal(contents(ahead), before[0], "the first layer, after a trim that another could not follow")
+    require_equal(contents(behind), before[1], "the second layer, after a trim that another could not follow")
+    # As a forward pass leaves them that failed half way.
+    returned = trim_prompt_cache([ahead, behind], 5)
+    offsets, left = (returned, ahead.offset, behind.offset), subject.tokens - 2
+    require(
+        offsets == (5, left, left),
+        f"trimming 5 tokens of layers that have seen {subject.tokens + 3} and {subject.tokens} returned, and left "
+        f"offsets, {offsets} instead of {(5, left, left)}",
+    )
 
 
 def _refused(subject: Subject) -> str | None:
@@ -161,9 +180,13 @@ def check_deep_rewind(subject: Subject) -> None:
     """Any rewind up to the tokens seen works, and no forgotten token is ever attended again."""
     for dtype in ("float32", "float16"):
         one = subject.shaped(dtype=dtype)
-        seen = one.tokens + 3
-        for left in (seen - 3, one.tokens - 1, one.tokens - one.window, one.tokens // 2, 10, 2, 1):
-            _rewind(one, seen, left, f"{dtype}, {seen} tokens cut back to {left}")
+        into_prompt = (one.tokens - 1, one.tokens - one.window, one.tokens // 2, 10, 2, 1)
+        for seen, lefts in (
+            (one.tokens + 3, (one.tokens, *into_prompt)),
+            (one.tokens + LATER, (one.tokens + LATER - 3, one.tokens + LATER // 2, *into_prompt[:2])),
+        ):
+            for left in lefts:
+                _rewind(one, seen, left, f"{dtype}, {seen} tokens cut back to {left}")
 
 
 def _rewind(subject: Subject, seen: int, left: int, what: str) -> None:

@@ -15,6 +15,7 @@ from veloxquant.testing.driver import numbers
 from veloxquant.testing.driver import require_equal
 from veloxquant.testing.failures import refusing
 from veloxquant.testing.failures import require
+from veloxquant.testing.rules.applies import in_layers
 from veloxquant.testing.rules.applies import installed
 from veloxquant.testing.rules.applies import trimmable
 from veloxquant.testing.rules.applies import when
@@ -52,6 +53,7 @@ def check_state_final(subject: Subject) -> None:
         require_equal(contents(restored), contents(cache), f"{name}: a restored cache going on, against the original")
 
 
+@in_layers(0, 1)
 def check_restored_goes_on(subject: Subject) -> None:
     """A cache rebuilt from its state, at any moment, is complete and goes on as the original does."""
     for name, cache in subject.moments().items():
