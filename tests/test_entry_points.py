@@ -10,6 +10,7 @@ from veloxquant.cli import main
 from veloxquant.errors import PluginError
 from veloxquant.errors import UnknownMethodError
 from veloxquant.registry import Registry
+from veloxquant.registry import default_registry
 
 # What installers and users write, so spelled out here.
 GROUP = "veloxquant.methods"
@@ -344,8 +345,10 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_with_what_is_installed
 
 
 @pytest.mark.parametrize("content", [b"[console_scripts]\nthis line has no equals\n", b"\xff\xfe\x00", None])
-def test_a_distribution_that_cannot_be_read_hides_no_other(site, content, capfd):
+def test_a_distribution_that_cannot_be_read_hides_no_other(site, content, capfd, request):
     """Its damaged file need not even be about methods."""
+    default_registry.cache_clear()
+    request.addfinalizer(default_registry.cache_clear)
     site.add("sound")
     damaged = site.folder / "damaged-1.0.dist-info"
     damaged.mkdir()

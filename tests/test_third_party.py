@@ -59,7 +59,7 @@ def environment(tmp_path_factory):
 
 def test_it_is_listed_and_described(environment):
     assert json.loads(environment("veloxquant", "list", "--json")) == [
-        {"name": NAME, "distribution": "veloxquant-sink-window", "version": "0.1.0", "state": "ok"}
+        {"name": NAME, "distribution": "veloxquant-sink-window", "version": "0.1.0", "state": "installed"}
     ]
     described = json.loads(environment("veloxquant", "info", NAME, "--json"))
     assert [option["name"] for option in described["options"]] == ["sinks", "window"]

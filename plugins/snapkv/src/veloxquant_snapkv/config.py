@@ -29,6 +29,11 @@ def _count(minimum: int) -> Any:
     return and_(instance_of(int), ge(minimum), le(2**20))
 
 
+def _mapping(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"'{attribute.name}' must be a mapping (got {value!r})")
+
+
 @attrs.frozen(kw_only=True)
 class SnapKVConfig:
     """How much of a prompt SnapKV keeps, and how it chooses.
@@ -69,7 +74,7 @@ class SnapKVConfig:
         metadata={"help": "method that stores the kept rows; None stores them as they came"},
     )
     storage_config: Mapping[str, Any] | None = attrs.field(
-        default=None, validator=optional(instance_of(Mapping)), metadata={"help": "options of the storage method"}
+        default=None, validator=optional(_mapping), metadata={"help": "options of the storage method"}
     )
 
     def __attrs_post_init__(self) -> None:
