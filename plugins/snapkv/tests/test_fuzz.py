@@ -80,15 +80,17 @@ class Reference:
 
     def _choose(self, kv_head, recent):
         rows = self.rows[kv_head]
-        scored = len(rows) - len(recent)
+        # The last rows stay, also where a rewind has left fewer queries than a window to vote.
+        scored = len(rows) - CONFIG.window
         votes = np.zeros(scored)
         for place, token in enumerate(recent):
             for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
-                votes += self._weights(head, token, rows[: scored + place + 1])[:scored]
+                seen = len(rows) - len(recent) + place + 1
+                votes += self._weights(head, token, rows[:seen])[:scored]
         half = CONFIG.kernel_size // 2
         pooled = [votes[max(0, row - half) : row + half + 1].max() for row in range(scored)]
         best = sorted(range(CONFIG.sinks, scored), key=lambda row: (rows[row] is None, -pooled[row], row))
-        chosen = best[: CONFIG.budget - CONFIG.sinks - len(recent)]
+        chosen = best[: CONFIG.budget - CONFIG.sinks - CONFIG.window]
         return [rows[row] for row in sorted([*range(CONFIG.sinks), *chosen, *range(scored, len(rows))])]
 
     def trim(self, count):
