@@ -91,6 +91,8 @@ class _Route:
 
 _routes: dict[str, _Route] = {}
 _kept: set[int] = set()
+# Models that are watched for their end: once each, however often they are routed.
+_watched: set[int] = set()
 # Reentrant: a model may be collected, and forgotten, while another one is being routed.
 _lock = threading.RLock()
 
@@ -120,7 +122,9 @@ def route(model: Any) -> list[str]:
                 entry = _routes[name] = _Route(getattr(sys.modules[name], NAME))
                 setattr(sys.modules[name], NAME, _dispatcher(entry.original))
             entry.counts[id(model)] = entry.counts.get(id(model), 0) + 1
-    weakref.finalize(model, _forget, id(model))
+        if id(model) not in _watched:
+            _watched.add(id(model))
+            weakref.finalize(model, _forget, id(model))
     return names
 
 
@@ -143,6 +147,7 @@ def _forget(gone: int) -> None:
     """Drop the counts of a model that no longer exists, before another one takes over its id."""
     with _lock:
         _kept.discard(gone)
+        _watched.discard(gone)
         for name, entry in list(_routes.items()):
             entry.counts.pop(gone, None)
             if not entry.counts:

@@ -54,8 +54,5 @@ def _reach(cache: Any) -> int:
     members = getattr(cache, "caches", None)
     if members is not None:
         return min(_reach(member) for member in members)
-    offset = getattr(cache, "offset", 0)
-    if not isinstance(offset, int):
-        return int(cache.size())
     # A cache of chunks has let go of what lies before its start.
-    return offset - int(getattr(cache, "start_position", 0))
+    return _seen(cache) - int(getattr(cache, "start_position", 0))

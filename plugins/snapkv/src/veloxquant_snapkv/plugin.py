@@ -76,12 +76,12 @@ def veloxquant_attend(
 ) -> mx.array | None:
     """Remember the queries of an open prompt; attend densely, or around rows that a rewind left dead."""
     valid = state.rows.valid()
-    if valid is not None and isinstance(mask, mx.array):
-        raise RoutingError(
-            "snapkv cannot combine a mask array of the model with rows that were rewound head by head; "
-            "start a new cache instead of rewinding into the evicted prompt"
-        )
     if valid is not None:
+        if isinstance(mask, mx.array):
+            raise RoutingError(
+                "snapkv cannot combine a mask array of the model with rows that were rewound head by head; "
+                "start a new cache instead of rewinding into the evicted prompt"
+            )
         mask = live_mask(valid, queries.shape[1], queries.shape[2])
     output = attention(queries, keys, values, scale, mask, sinks)
     # Only now: attention may refuse a mask, and then nothing must have changed.
