@@ -19,6 +19,7 @@ from veloxquant.build import get_cache
 from veloxquant.build import make_prompt_cache
 from veloxquant.build import use
 from veloxquant.cache import LayerCache
+from veloxquant.registry import Registry
 from veloxquant.testing import toys as models
 
 MODULES = ["llama", "gemma3_text", "lfm2", "gemma2"]
@@ -189,6 +190,18 @@ def test_a_model_that_cannot_be_routed_is_served_without_queries(registry):
     ):
         assert mx.array_equal(model(tokens, cache=caches), expected).item()
     assert untouched(model)
+
+
+def test_options_can_need_queries_that_the_method_does_not(toys, llama):
+    registry = Registry(entry_points=[], blocked=[])
+    method = registry.register(toys.Choosy())
+    assert method.query_modes == ("routed", "proxy")
+    assert get_cache("choosy", registry=registry).query_mode == "proxy"
+    with pytest.raises(ConfigError, match="make_prompt_cache"):
+        get_cache("choosy", {"choose": True}, registry=registry)
+    with pytest.raises(ConfigError, match="true_queries"):
+        make_prompt_cache(llama, "choosy", {"choose": True}, true_queries=False, registry=registry)
+    assert names(make_prompt_cache(llama, "choosy", {"choose": True}, registry=registry)) == ["choosy"] * 2
 
 
 def test_a_method_that_reads_the_rotation_needs_one_that_can_be_described(registry, llama):

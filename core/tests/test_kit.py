@@ -80,6 +80,12 @@ def test_a_rule_can_be_called_by_itself(empty):
     assert (subject.mode, subject.modes, subject.window) == ("routed", ("routed", "proxy"), 8)
 
 
+def test_options_that_need_queries_are_examined_in_routed_mode_alone(request, empty):
+    choosy = request.getfixturevalue("toys").Choosy()
+    assert make_subject(choosy, registry=empty).modes == ("routed", "proxy")
+    assert make_subject("choosy", registry=empty, config={"choose": True}).modes == ("routed",)
+
+
 def test_a_prompt_is_made_longer_until_the_method_evicts(empty):
     assert make_subject(toys.Keeper(), registry=empty, config={"budget": 250}).tokens == 300
     assert make_subject(toys.Rounder(), registry=empty).tokens == 200

@@ -40,6 +40,7 @@ def test_a_llama_layer_is_described():
         assert (spec.query_mode, spec.query_heads, spec.kv_heads, spec.head_dim) == ("routed", 4, 2, 16)
         assert spec.scale == pytest.approx(0.25)
         assert spec.rope == Rope(dims=16, traditional=False, base=10000.0, scale=1.0)
+        assert spec.layer_count == 3
         assert spec.make_rows().count == 0
 
 

@@ -94,6 +94,24 @@ class Picky(NoOpAttend):
     needs = ("queries",)
 
 
+@attrs.frozen(kw_only=True)
+class ChoosyConfig:
+    window: int = 4
+    choose: bool = False
+
+    @property
+    def needs(self):
+        return ("queries",) if self.choose else ()
+
+
+class Choosy(NoOpAttend):
+    """Needs true queries with one of its options only."""
+
+    @hookimpl
+    def veloxquant_method(self):
+        return MethodInfo(name="choosy", config=ChoosyConfig, summary="all rows", kind="toy", prompt_window="window")
+
+
 class RopeReader(NoOp):
     """Wants to know the rotary embedding."""
 

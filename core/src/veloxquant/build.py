@@ -53,7 +53,7 @@ def get_cache(
     method = registry.get(name)
     parsed: Any = parse_config(method.info.config, config, method=name)
     layer = layer or LayerSpec()
-    if not layer.routed and "queries" in method.info.needs:
+    if not layer.routed and "queries" in method.needs(parsed):
         raise ConfigError(f"{name} needs the model's true queries; use veloxquant.make_prompt_cache(model, '{name}')")
     return new_layer_cache(method, parsed, complete_layer(layer, parsed, registry))
 
@@ -243,11 +243,12 @@ def _make(
     method = registry.get(name)
     parsed: Any = parse_config(method.info.config, config, method=name)
     routed = true_queries and method.ops.attend is not None
-    if not true_queries and "queries" in method.info.needs:
+    needs = method.needs(parsed)
+    if not true_queries and "queries" in needs:
         raise ConfigError(f"{name} needs the model's true queries; leave true_queries=False out")
     caches, specs = _inspect(model, layers, routed)
     for spec in specs:
-        if "rope" in method.info.needs and spec.rope is None:
+        if "rope" in needs and spec.rope is None:
             raise UnsupportedModelError(
                 f"{name} must undo the model's rotary embedding, and that of layer {spec.index} cannot be described"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from typing import Any
 
 import attrs
 
@@ -13,6 +14,7 @@ from veloxquant.types import MethodInfo
 
 if TYPE_CHECKING:
     from veloxquant.discovery import Entry
+    from veloxquant.types import Need
     from veloxquant.types import QueryMode
 
 __all__ = ["Method", "MisnamedError", "checked_info"]
@@ -42,6 +44,10 @@ class Method:
         if self.ops.attend is None:
             return ()
         return ("routed",) if "queries" in self.info.needs else ("routed", "proxy")
+
+    def needs(self, config: Any) -> frozenset[Need]:
+        """What it cannot do without when run with these options: its own needs, and those that the options name."""
+        return frozenset((*self.info.needs, *getattr(config, "needs", ())))
 
     def trimmable(self, mode: QueryMode | None) -> bool:
         """Whether caches in this query mode can be trimmed."""

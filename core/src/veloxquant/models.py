@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import attrs
 from mlx.nn.layers.positional_encoding import RoPE
 from mlx_lm.models import rope_utils
 from mlx_lm.models.cache import KVCache
@@ -55,7 +56,7 @@ def inspect(model: Any, native: list[Any], *, layers: Collection[int] | None, ro
     if routed:
         _refuse_unroutable(model, name, blocks, chosen)
     mixed = len(chosen) < len(plain)
-    return [_spec(index, blocks[index], routed, mixed) for index in chosen]
+    return [attrs.evolve(_spec(index, blocks[index], routed, mixed), layer_count=len(native)) for index in chosen]
 
 
 def refuse_without_layers(model: Any) -> None:

@@ -98,6 +98,7 @@ class LayerSpec:
         mixed: True when plain caches of full attention stay beside compressed ones, which then share a mask with
             them; such caches cannot be batched.
         rope: The layer's rotary embedding, or None when there is none or it cannot be described.
+        layer_count: Number of caches of the model, or None when no model is at hand.
         make_rows: Makes an empty row store for this layer, dense unless ``config.storage`` names a codec.
     """
 
@@ -109,6 +110,7 @@ class LayerSpec:
     scale: float | None = None
     mixed: bool = False
     rope: Rope | None = None
+    layer_count: int | None = None
     make_rows: Callable[[], RowStore] = attrs.field(eq=False, repr=False)
 
     @make_rows.default

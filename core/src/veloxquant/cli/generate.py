@@ -118,7 +118,7 @@ def _checked_config(method: str, settings: list[str], proxy: bool) -> Any:
     registry = default_registry()
     loaded = registry.get(method)
     config: Any = parse_config(loaded.info.config, settings, method=method)
-    if proxy and "queries" in loaded.info.needs:
+    if proxy and "queries" in loaded.needs(config):
         raise ConfigError(f"{method} needs the model's true queries; leave --proxy out")
     complete_layer(LayerSpec(), config, registry)
     return config

@@ -66,8 +66,9 @@ class Subject:
 
     @property
     def modes(self) -> tuple[QueryMode, ...]:
-        """The query modes that the method has; ``("proxy",)`` if it needs no queries."""
-        return self.method.query_modes or ("proxy",)
+        """The query modes that the method has with this config; ``("proxy",)`` if it needs no queries."""
+        modes = self.method.query_modes or ("proxy",)
+        return ("routed",) if "queries" in self.method.needs(self.config) else modes
 
     @property
     def routed(self) -> bool:
