@@ -11,9 +11,12 @@ import attrs
 
 from veloxquant.errors import PluginError
 
-__all__ = ["GROUP", "Entry", "Unreadable", "discover", "import_plugin", "installed"]
+__all__ = ["CALIBRATIONS", "GROUP", "Entry", "Unreadable", "discover", "import_plugin", "installed"]
 
 GROUP = "veloxquant.methods"
+
+CALIBRATIONS = "veloxquant.calibrations"
+"""Entry points of functions behind ``veloxquant calibrate``, each under the name of its method."""
 
 
 @attrs.frozen
@@ -46,17 +49,20 @@ class Unreadable:
     reason: str
 
 
-def discover(given: Iterable[EntryPoint] | None = None) -> dict[str, list[tuple[Entry, EntryPoint]]]:
+def discover(
+    given: Iterable[EntryPoint] | None = None, group: str = GROUP
+) -> dict[str, list[tuple[Entry, EntryPoint]]]:
     """Find entry points by name.
 
     Args:
         given: Entry points to use instead of the installed ones.
+        group: The group of installed ones to look at.
 
     Returns:
         For each name its entry points in the order of their distributions, whatever the file system's order; one
         that is listed twice, as editable installs do, counts once.
     """
-    points = installed()[0] if given is None else given
+    points = installed(group)[0] if given is None else given
     unique: dict[tuple[str, str, str], tuple[Entry, EntryPoint]] = {}
     for point in points:
         entry = _entry(point)
@@ -68,8 +74,8 @@ def discover(given: Iterable[EntryPoint] | None = None) -> dict[str, list[tuple[
     return found
 
 
-def installed() -> tuple[list[EntryPoint], list[Unreadable]]:
-    """The entry points of our group, distribution by distribution, and the distributions that cannot be read.
+def installed(group: str = GROUP) -> tuple[list[EntryPoint], list[Unreadable]]:
+    """The entry points of a group, distribution by distribution, and the distributions that cannot be read.
 
     One distribution with a damaged file must not hide all others, so they are not asked for all at once.
     """
@@ -82,7 +88,7 @@ def installed() -> tuple[list[EntryPoint], list[Unreadable]]:
             # The first on the path is the one that is imported.
             if name in seen:
                 continue
-            points += [point for point in distribution.entry_points if point.group == GROUP]
+            points += [point for point in distribution.entry_points if point.group == group]
             seen.add(name)
         except Exception as error:  # whatever a damaged file leads to
             where = getattr(distribution, "_path", None) or "a distribution of unknown place"

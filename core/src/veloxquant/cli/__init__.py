@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from veloxquant.cli import calibrate
 from veloxquant.cli import check
 from veloxquant.cli import doctor
 from veloxquant.cli import generate
@@ -41,6 +42,7 @@ app.command("list")(list_command.list_methods)
 app.command("info")(info.info)
 app.command("doctor")(doctor.doctor)
 app.command("check")(check.check)
+app.command("calibrate", context_settings=calibrate.PASS_ON)(calibrate.calibrate)
 app.command("generate")(generate.generate)
 app.command("show")(show.show)
 app.command("new")(new.new)
