@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from typing import Literal
@@ -31,6 +32,10 @@ Need = Literal["queries", "rope"]
 Scalar = int | float | str | bool | None
 
 
+def _needs(given: Iterable[Need]) -> tuple[Need, ...]:
+    return tuple(given)
+
+
 @attrs.frozen(kw_only=True)
 class MethodInfo:
     """What a method says about itself.
@@ -54,7 +59,7 @@ class MethodInfo:
     kind: str = attrs.field(validator=instance_of(str))
     paper: str | None = attrs.field(default=None)
     needs: tuple[Need, ...] = attrs.field(
-        default=(), converter=tuple, validator=deep_iterable(in_(("queries", "rope")), instance_of(tuple))
+        default=(), converter=_needs, validator=deep_iterable(in_(("queries", "rope")), instance_of(tuple))
     )
     evicts: bool = attrs.field(default=False, validator=instance_of(bool))
     prompt_window: str | None = attrs.field(default=None)
