@@ -1,0 +1,244 @@
+"""What compress mode holds of one layer: codes of all rows, and a few rows as they came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import mlx.core as mx
+
+from veloxquant import ByteCount
+from veloxquant import LayerSpec
+from veloxquant import Snapshot
+from veloxquant.buffers import GrowingArrays
+from veloxquant_a2ats.compress_attention import CodedRows
+from veloxquant_a2ats.compress_attention import attend_coded
+from veloxquant_a2ats.config import A2ATSConfig
+from veloxquant_a2ats.layer import Layer
+from veloxquant_a2ats.report import compress_details
+from veloxquant_a2ats.ring import RESERVE
+from veloxquant_a2ats.ring import Ring
+from veloxquant_a2ats.rotation import derotate
+from veloxquant_a2ats.rotation import rotate
+from veloxquant_a2ats.scoring import rebuild_keys
+from veloxquant_a2ats.scoring import rebuild_values
+
+__all__ = ["CompressState"]
+
+Pair = tuple[mx.array, mx.array]
+
+
+@attrs.define(eq=False)
+class CompressState:
+    """Codes of every row from the moment it comes, and the first rows and the newest as they came.
+
+    Args:
+        config: Options of the method.
+        layer: The layer served.
+        model: Rotation and codebook of the layer.
+        ring: The newest rows.
+    """
+
+    config: A2ATSConfig
+    layer: LayerSpec
+    model: Layer
+    ring: Ring
+    # Keys [B, Hkv * M, rows, 1], so that a sub-vector's codes lie side by side; values [B, Hkv, rows, Mv].
+    codes: GrowingArrays = attrs.field(factory=GrowingArrays)
+    # The first rows, as they came.
+    sinks: Pair | None = None
+    # Keys coded query-aware, by head [B, Hkv] int32.
+    aware: mx.array | None = None
+    # From a call with several rows to its attention: where the rows begin that its first query sees as they came, and
+    # these rows. The ring holds them no more when the call is long.
+    block: tuple[int, Pair] | None = None
+
+    @classmethod
+    def empty(cls, config: A2ATSConfig, layer: LayerSpec) -> CompressState:
+        """A state that has seen nothing."""
+        return cls(config, layer, Layer.of(config, layer), Ring(config.window + RESERVE))
+
+    @property
+    def count(self) -> int:
+        """Rows held: one for every token seen."""
+        return self.codes.count
+
+    def append(self, keys: mx.array, values: mx.array, *, in_prompt: bool) -> Pair:
+        """Store new rows.
+
+        Args:
+            keys: ``[B, Hkv, S, Dk]``.
+            values: ``[B, Hkv, S, Dv]``.
+            in_prompt: Whether a prompt is open, which makes no difference here.
+
+        Returns:
+            All rows: those held before, far ones as the last of the new tokens sees them, then the new ones.
+        """
+        codebook = self.model.prepare(keys, values)
+        before, rows = self.count, keys.shape[2]
+        key_codes, aware = codebook.encode_keys(derotate(keys, self.model.rope, before))
+        self.codes.append({"keys": key_codes, "values": codebook.encode_values(values)})
+        self._count_aware(aware, keys, 1)
+        self._append_sinks(keys, values)
+        # Where the rows begin that some new query sees as they came; the ring may be about to lose them.
+        start = min(before, self._near_start(before))
+        near = _joined(self.ring.rows(start, before), (keys, values)) if start < before else (keys, values)
+        self.ring.append(keys, values)
+        if self.layer.routed and rows > 1 and before:
+            self.block = start, near
+        return near if start == 0 else self._held(start, before + rows - 1, near)
+
+    def _count_aware(self, aware: mx.array | bool, keys: mx.array, sign: int) -> None:
+        batch, heads, rows, _ = keys.shape
+        new = mx.full((batch, heads), rows * aware) if isinstance(aware, bool) else aware.sum(axis=(2, 3))
+        change = new.astype(mx.int32) * sign
+        self.aware = change if self.aware is None else self.aware + change
+
+    def _append_sinks(self, keys: mx.array, values: mx.array) -> None:
+        room = self.config.sinks - (0 if self.sinks is None else self.sinks[0].shape[2])
+        if room <= 0:
+            return
+        # Copies, so that a long block is not held for the sake of its beginning.
+        first = mx.contiguous(keys[:, :, :room]), mx.contiguous(values[:, :, :room])
+        self.sinks = first if self.sinks is None else _joined(self.sinks, first)
+
+    def _near_start(self, query: int) -> int:
+        """First position that a query at a position sees as it came, sinks apart."""
+        return max(query + 1 - self.config.window, min(query + 1, self.config.sinks))
+
+    def _held(self, start: int, query: int, near: Pair) -> Pair:
+        """All rows as the query at a position sees them: those before ``start``, then ``near``."""
+        sinks = min(self.config.sinks, start)
+        parts = [near]
+        if sinks < start:
+            # At the constant distance: as if they stood at position i - b.
+            found = self._rebuilt(sinks, start, lambda plain: self._at_distance(plain, query))
+            parts.insert(0, (found[0].astype(near[0].dtype), found[1].astype(near[1].dtype)))
+        if sinks and self.sinks is not None:
+            parts.insert(0, (self.sinks[0][:, :, :sinks], self.sinks[1][:, :, :sinks]))
+        return _joined(*parts)
+
+    def _rebuilt(self, start: int, stop: int, place: Callable[[mx.array], mx.array]) -> Pair:
+        codebook = self.model.codebook
+        assert codebook is not None
+        assert codebook.values is not None
+        plain = rebuild_keys(codebook.keys, self.codes.live("keys")[:, :, start:stop])
+        return place(plain), rebuild_values(codebook.values, self.codes.live("values")[:, :, start:stop])
+
+    def _at_distance(self, plain: mx.array, query: int) -> mx.array:
+        # The same position for every row.
+        flat = plain.reshape(-1, 1, 1, plain.shape[-1])
+        return rotate(flat, self.model.rope, query - self.config.far_position).reshape(plain.shape)
+
+    def attend(
+        self, queries: mx.array, scale: float, mask: mx.array | str | None, sinks: mx.array | None
+    ) -> mx.array | None:
+        """Attend with the queries of the rows appended last, or leave it to the core where every row is exact."""
+        block, self.block = self.block, None
+        end, length = self.count, queries.shape[2]
+        codebook = self.model.codebook
+        if end == length or codebook is None or self._near_start(end - 1) <= min(end, self.config.sinks):
+            return None
+        start, exact = block or (self._near_start(end - 1), None)
+        rows = CodedRows(
+            codebook=codebook,
+            rope=self.model.rope,
+            window=self.config.window,
+            far_position=self.config.far_position,
+            end=end,
+            key_codes=self.codes.live("keys"),
+            value_codes=self.codes.live("values"),
+            sinks=self.sinks,
+            exact_start=start,
+            exact=exact or self.ring.rows(start, end),
+        )
+        return attend_coded(queries, rows, scale, mask, sinks)
+
+    def trim(self, count: int) -> None:
+        """Forget the last ``count`` tokens.
+
+        Up to ``RESERVE`` of them leave no trace. After more, rows of the window are gone and are rebuilt from their
+        codes.
+        """
+        end = self.count - count
+        self.block = None
+        self._forget_aware(end)
+        self.codes.drop_last(count)
+        self.ring.rewind(end)
+        if self.sinks is not None and end < self.sinks[0].shape[2]:
+            self.sinks = mx.contiguous(self.sinks[0][:, :, :end]), mx.contiguous(self.sinks[1][:, :, :end])
+        start = max(0, end - self.config.window)
+        if start < self.ring.start:
+            self._refill(start, self.ring.start)
+
+    def _forget_aware(self, end: int) -> None:
+        """Count back the keys that are forgotten, from the rows that the ring still has and from codes before them."""
+        codebook = self.model.codebook
+        assert codebook is not None
+        kept = max(end, self.ring.start)
+        if end < kept:
+            plain, _ = self._rebuilt(end, kept, lambda keys: keys)
+            self._count_aware(codebook.aware(plain), plain, -1)
+        if kept < self.count:
+            keys, _ = self.ring.rows(kept, self.count)
+            self._count_aware(codebook.aware(derotate(keys, self.model.rope, kept)), keys, -1)
+
+    def _refill(self, start: int, stop: int) -> None:
+        held = self.ring.dtypes
+        found = self._rebuilt(start, stop, lambda plain: rotate(plain, self.model.rope, start))
+        keys, values = found[0].astype(held[0]), found[1].astype(held[1])
+        if self.sinks is not None and start < self.sinks[0].shape[2]:
+            exact = min(stop, self.sinks[0].shape[2]) - start
+            keys, values = _joined(
+                (self.sinks[0][:, :, start : start + exact], self.sinks[1][:, :, start : start + exact]),
+                (keys[:, :, exact:], values[:, :, exact:]),
+            )
+        self.ring.fill(start, keys, values)
+
+    def far_query_rope(self, queries: mx.array) -> mx.array:
+        """Rotate queries without position ``[B, Hq, S, D]`` at the distance of far tokens."""
+        from veloxquant_a2ats.rotation import far_query_rope
+
+        return far_query_rope(queries, self.model.rope, self.config.far_position)
+
+    def account(self) -> ByteCount:
+        """Bytes of codes, of rows as they came, and of the codebook."""
+        return compress_details(self)
+
+    def snapshot(self) -> Snapshot:
+        """Everything but the rows that only serve to make rewinds exact."""
+        arrays = dict(self.codes.arrays())
+        if self.count:
+            start = max(0, self.count - self.config.window)
+            arrays["near_keys"], arrays["near_values"] = self.ring.rows(start, self.count)
+            assert self.aware is not None
+            arrays["aware"] = self.aware
+        if self.sinks is not None:
+            arrays["sink_keys"], arrays["sink_values"] = self.sinks
+        if self.block is not None:
+            arrays["block_keys"], arrays["block_values"] = self.block[1]
+        return Snapshot(arrays, {"block_start": None if self.block is None else self.block[0]})
+
+    @classmethod
+    def restored(cls, config: A2ATSConfig, layer: LayerSpec, snapshot: Snapshot) -> CompressState:
+        """A state equal to the one that ``snapshot`` was taken of."""
+        state = cls.empty(config, layer)
+        arrays = snapshot.arrays
+        if "keys" not in arrays:
+            return state
+        state.codes.load({name: arrays[name] for name in ("keys", "values")})
+        near = arrays["near_keys"], arrays["near_values"]
+        state.model.prepare(*near)
+        state.ring.load(state.count - near[0].shape[2], *near)
+        state.aware = mx.array(arrays["aware"])
+        if "sink_keys" in arrays:
+            state.sinks = mx.array(arrays["sink_keys"]), mx.array(arrays["sink_values"])
+        start = snapshot.values["block_start"]
+        if start is not None:
+            state.block = int(start), (mx.array(arrays["block_keys"]), mx.array(arrays["block_values"]))
+        return state
+
+
+def _joined(*pairs: Pair) -> Pair:
+    """Keys and values behind one another."""
+    return mx.concatenate([keys for keys, _ in pairs], axis=2), mx.concatenate([values for _, values in pairs], axis=2)

@@ -1,0 +1,46 @@
+"""The conformance kit of the core, run on both modes of A2ATS."""
+
+from typing import ClassVar
+
+from veloxquant.testing import MethodTests
+from veloxquant_a2ats import A2ATSConfig
+
+LOSSLESS = A2ATSConfig(allow_uncalibrated=True, window=10**6)
+
+BY_DESIGN = {"keys_fit_values": "far keys come back at one and the same distance, not at that of their token"}
+
+
+class TestCompress(MethodTests):
+    """As it comes, with a random codebook."""
+
+    method = "a2ats"
+    config = A2ATSConfig(allow_uncalibrated=True)
+    dense_config = LOSSLESS
+    expected_failures = BY_DESIGN
+
+
+class TestCompressSmall(MethodTests):
+    """A short window, fine sub-vectors with long codes, every token coded query-aware."""
+
+    method = "a2ats"
+    config = A2ATSConfig(
+        allow_uncalibrated=True, window=16, sinks=2, sub_dim=4, codebook_bits=9, retrieval_fraction=1.0, far_position=64
+    )
+    dense_config = LOSSLESS
+    expected_failures = BY_DESIGN
+
+
+class TestRetrieve(MethodTests):
+    """A fifth of the rows in a step."""
+
+    method = "a2ats"
+    config = A2ATSConfig(mode="retrieve", allow_uncalibrated=True, window=32)
+    dense_config = A2ATSConfig(mode="retrieve", allow_uncalibrated=True, retrieval_fraction=1.0)
+
+
+class TestRetrievePerHead(MethodTests):
+    """The union of what every query head chooses."""
+
+    method = "a2ats"
+    config = A2ATSConfig(mode="retrieve", allow_uncalibrated=True, window=16, sinks=2, per_head=True)
+    dense_config: ClassVar = {"mode": "retrieve", "allow_uncalibrated": True, "window": 10**6}
