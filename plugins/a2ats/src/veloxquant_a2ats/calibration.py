@@ -1,69 +1,33 @@
-"""Learning codebooks from a text: where keys and values lie, and which directions of keys the queries look at."""
+"""Learning codebooks from a model and a text: reading, then one layer after another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
-from typing import Literal
-from typing import cast
 
-import attrs
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from veloxquant import LayerSpec
 from veloxquant import UnsupportedModelError
 from veloxquant import VeloxQuantError
 from veloxquant.build import layer_specs
-from veloxquant_a2ats.codebook import QUANTILES
-from veloxquant_a2ats.codebook import Codebook
-from veloxquant_a2ats.codebook import compress_codebook
-from veloxquant_a2ats.codebook import metric_blocks
-from veloxquant_a2ats.codebook import retrieve_codebook
 from veloxquant_a2ats.codebook_file import Header
 from veloxquant_a2ats.codebook_file import LayerShape
-from veloxquant_a2ats.kmeans import centroid_count
-from veloxquant_a2ats.kmeans import kmeans
+from veloxquant_a2ats.fitting import Plan
+from veloxquant_a2ats.fitting import fit_layer
 from veloxquant_a2ats.recorder import LayerData
 from veloxquant_a2ats.recorder import collect
 from veloxquant_a2ats.rotation import check_rope
-from veloxquant_a2ats.scoring import rebuild_keys
 
-__all__ = ["Plan", "calibrate_model", "cut_text", "fit_layer"]
+__all__ = ["calibrate_model", "cut_text"]
 
 _HELD_OUT = 8
 """One stretch of so many is held out."""
 
-
-@attrs.frozen(kw_only=True)
-class Plan:
-    """What to learn, and how.
-
-    Args:
-        mode: The mode to learn for.
-        sub_dim: Channels of a sub-vector in compress mode.
-        bits: Bits of a code.
-        beta: Weight of the queries in the metric of compress mode.
-        fraction: Share of keys coded query-aware, for the errors that are measured.
-        far_position: Distance of far tokens.
-        stretch: Tokens read in one piece.
-        tokens: Tokens to read in all.
-        iterations: Lloyd iterations.
-        seed: Seed of everything random.
-    """
-
-    mode: Literal["compress", "retrieve"] = "compress"
-    sub_dim: int = 8
-    bits: int = 8
-    beta: float = 0.5
-    fraction: float = 0.2
-    far_position: int = 2048
-    stretch: int = 1024
-    tokens: int = 16384
-    iterations: int = 20
-    seed: int = 0
+_COMPARED = 8
+"""Layers, spread over the model, in which an ordinary codebook is learned too, to compare."""
 
 
 def cut_text(tokens: Sequence[int], plan: Plan) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
@@ -133,10 +97,13 @@ def calibrate_model(
     measured, learned = read("reading held-out text", held), read("reading text", learn)
     on_stage("learning centroids", len(specs))
     arrays, shapes, errors = {}, {}, []
-    for spec in specs:
-        data = learned(spec.index)
-        arrays[spec.index], found = fit_layer(data, measured(spec.index), plan, spec.index)
-        errors.append(found)
+    every = -(-len(specs) // _COMPARED)
+    for place, spec in enumerate(specs):
+        data, held_data = learned(spec.index), measured(spec.index)
+        compared = place % every == 0
+        arrays[spec.index], found = fit_layer(data, held_data, plan, spec.index, compared=compared)
+        if compared:
+            errors.append(found)
         shapes[spec.index] = _shape(spec, data)
         on_progress(1)
     header = Header(
@@ -173,131 +140,3 @@ def _shape(spec: LayerSpec, data: LayerData) -> LayerShape:
     heads, _, dim = data.keys.shape
     value_dim = dim if data.values is None else data.values.shape[2]
     return LayerShape(query_heads=data.query_heads, kv_heads=heads, head_dim=dim, value_dim=value_dim, rope=spec.rope)
-
-
-def fit_layer(data: LayerData, held: LayerData, plan: Plan, index: int) -> tuple[dict[str, mx.array], dict[str, float]]:
-    """Learn the codebook of one layer, and measure it.
-
-    Args:
-        data: What the layer saw of the text to learn from.
-        held: What it saw of the text to measure on.
-        plan: What to learn.
-        index: Index of the layer, for the seed.
-
-    Returns:
-        Arrays for ``compress_codebook`` or ``retrieve_codebook``, and mean squared errors of held-out logits:
-        ``plain`` of an ordinary codebook of the same size, ``query_aware`` of this one.
-    """
-    fit = _fit_compress if plan.mode == "compress" else _fit_retrieve
-    return fit(data, held, plan, plan.seed + 1000 * index)
-
-
-def _moment(data: LayerData) -> npt.NDArray[np.float64]:
-    """H in units of the RMS of its entries, a little away from singular."""
-    rms = np.sqrt((data.moment**2).mean(axis=(1, 2), keepdims=True))
-    moment: npt.NDArray[np.float64] = data.moment / np.maximum(rms, 1e-30) + 1e-6 * np.eye(data.moment.shape[1])
-    return moment
-
-
-def _spread(rows: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Mean of rows ``[H, N, D]`` and their largest distance from it, by channel ``[H, D]``."""
-    center = rows.mean(axis=1, dtype=np.float64).astype(np.float32)
-    return center, np.abs(rows - center[:, None]).max(axis=1)
-
-
-def _learn(
-    rows: npt.NDArray[np.float32],
-    factors: npt.NDArray[Any] | None,
-    width: int,
-    plan: Plan,
-    seed: int,
-) -> mx.array:
-    """Centroids ``[H, M, K, width]`` of the sub-vectors of rows ``[H, N, D]``.
-
-    Args:
-        rows: The rows.
-        factors: Cholesky factors of the metrics ``[H, M, width, width]``, or None for the plain distance.
-        width: Channels of a sub-vector.
-        plan: How.
-        seed: Seed.
-    """
-    heads, count, dim = rows.shape
-    parts = dim // width
-    wanted = centroid_count(count, 2**plan.bits)
-    found = np.empty((heads, parts, wanted, width), dtype=np.float32)
-    for head in range(heads):
-        for part in range(parts):
-            points = rows[head, :, part * width : (part + 1) * width].astype(np.float64)
-            center = points.mean(axis=0)
-            points -= center
-            # In the space of k L the metric is the plain distance.
-            factor = None if factors is None else factors[head, part]
-            turned = points if factor is None else points @ factor
-            means, _ = kmeans(
-                turned.astype(np.float32), wanted, seed=seed + head * parts + part, iterations=plan.iterations
-            )
-            back = means.astype(np.float64)
-            if factor is not None:
-                back = np.linalg.solve(factor.T, back.T).T
-            found[head, part] = back + center
-    return mx.array(found)
-
-
-def _fit_compress(
-    data: LayerData, held: LayerData, plan: Plan, seed: int
-) -> tuple[dict[str, mx.array], dict[str, float]]:
-    assert data.values is not None
-    moment = _moment(data)
-    center, reach = _spread(data.keys)
-    value_center, value_reach = _spread(data.values)
-    blocks = np.array(metric_blocks(mx.array(moment.astype(np.float32)), plan.sub_dim, plan.beta), dtype=np.float64)
-    arrays = {
-        "keys": _learn(data.keys, np.linalg.cholesky(blocks), plan.sub_dim, plan, seed),
-        "values": _learn(data.values, None, plan.sub_dim, plan, seed + 500),
-        "key_center": mx.array(center),
-        "key_reach": mx.array(reach),
-        "value_center": mx.array(value_center),
-        "value_reach": mx.array(value_reach),
-        "moment": mx.array(moment.astype(np.float32)),
-        "factor": mx.array(np.linalg.cholesky(moment).astype(np.float32)),
-        "energies": mx.zeros((center.shape[0], QUANTILES)),
-    }
-    energy = compress_codebook(arrays, beta=plan.beta, fraction=1.0, aware=True).energy
-    assert energy is not None
-    energies = np.array(energy.of(mx.array(data.keys)[None]))[0, :, :, 0]
-    arrays["energies"] = mx.array(np.quantile(energies, np.linspace(0, 1, QUANTILES), axis=1).T.astype(np.float32))
-    plain = {**arrays, "keys": _learn(data.keys, None, plan.sub_dim, plan, seed)}
-    errors = {
-        "plain": _error(compress_codebook(plain, beta=plan.beta, fraction=0.0, aware=False), held),
-        "query_aware": _error(compress_codebook(arrays, beta=plan.beta, fraction=plan.fraction, aware=True), held),
-    }
-    return arrays, errors
-
-
-def _fit_retrieve(
-    data: LayerData, held: LayerData, plan: Plan, seed: int
-) -> tuple[dict[str, mx.array], dict[str, float]]:
-    moment = _moment(data)
-    center, reach = _spread(data.keys)
-    dim = data.keys.shape[2]
-    arrays = {
-        "keys": _learn(data.keys, np.linalg.cholesky(moment)[:, None], dim, plan, seed),
-        "key_center": mx.array(center),
-        "key_reach": mx.array(reach),
-        "moment": mx.array(moment.astype(np.float32)),
-    }
-    plain = {**arrays, "keys": _learn(data.keys, None, dim, plan, seed)}
-    errors = {
-        "plain": _error(retrieve_codebook(plain, aware=False), held),
-        "query_aware": _error(retrieve_codebook(arrays, aware=True), held),
-    }
-    return arrays, errors
-
-
-def _error(codebook: Codebook, held: LayerData) -> float:
-    """Mean of (q.k - q.c)^2 over held-out queries and keys, logits scaled: e H e^T with the held-out queries' H."""
-    keys = mx.array(held.keys)[None]
-    codes, _ = codebook.encode_keys(keys)
-    wrong = (keys - rebuild_keys(codebook.keys, codes))[0] * held.scale
-    moment = mx.array(held.moment.astype(np.float32))
-    return cast(float, ((wrong @ moment) * wrong).sum(axis=-1).mean().item())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from statistics import NormalDist
 from typing import Any
 
 import attrs
@@ -22,7 +23,6 @@ QUANTILES = 101
 
 # Random codebooks cover coordinates of this size; those of real keys are of any size.
 _RANDOM_REACH = 4.0
-_RANDOM_CENTROIDS = 256
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -228,7 +228,7 @@ def uncalibrated_codebook(
         key_dim: Channels of a key.
         value_dim: Channels of a value, or None for retrieve mode.
         sub_dim: Channels of a sub-vector in compress mode.
-        centroids: Centroids of a sub-vector in compress mode.
+        centroids: Centroids of a sub-vector, or of a head in retrieve mode.
         beta: As for ``compress_codebook``.
         fraction: As for ``compress_codebook``.
         aware: As for ``compress_codebook``.
@@ -240,10 +240,12 @@ def uncalibrated_codebook(
         "moment": mx.broadcast_to(mx.eye(key_dim), (heads, key_dim, key_dim)),
     }
     if value_dim is None:
-        arrays["keys"] = mx.random.normal((heads, 1, _RANDOM_CENTROIDS, key_dim), key=first)
+        arrays["keys"] = mx.random.normal((heads, 1, centroids, key_dim), key=first)
         return retrieve_codebook(arrays, aware=aware, calibrated=False)
-    # With H = I the energy of a random key is distributed like chi squared; this is its usual approximation.
-    spread = mx.linspace(-2.5, 2.5, QUANTILES) * (2 * key_dim) ** 0.5 + key_dim
+    # With H = I the energy of a random key is distributed like chi squared, here approximated by Wilson and Hilferty.
+    normal, part = NormalDist(), 2 / (9 * key_dim)
+    shares = [min(max(place / (QUANTILES - 1), 0.001), 0.999) for place in range(QUANTILES)]
+    spread = mx.array([key_dim * (1 - part + normal.inv_cdf(share) * part**0.5) ** 3 for share in shares])
     arrays |= {
         "keys": mx.random.normal((heads, key_dim // sub_dim, centroids, sub_dim), key=first),
         "values": mx.random.normal((heads, value_dim // sub_dim, centroids, sub_dim), key=second),

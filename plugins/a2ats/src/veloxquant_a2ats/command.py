@@ -55,9 +55,9 @@ def calibrate(
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
 ) -> None:
     """Learn a codebook for A2ATS from a model and a text."""
-    from veloxquant_a2ats.calibration import Plan
     from veloxquant_a2ats.calibration import calibrate_model
     from veloxquant_a2ats.codebook_file import write_codebook
+    from veloxquant_a2ats.fitting import Plan
 
     plan = Plan(
         mode=mode.value,

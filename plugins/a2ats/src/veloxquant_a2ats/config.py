@@ -47,7 +47,7 @@ class A2ATSConfig:
     codebook_bits: int = attrs.field(
         default=8,
         validator=[instance_of(int), ge(2), le(12)],
-        metadata={"help": "compress: bits of a code; codes of up to 8 bits take a byte, longer ones two"},
+        metadata={"help": "compress: bits of a code; codes of up to 8 take a byte, longer ones two"},
     )
     sub_dim: int = attrs.field(
         default=8,

@@ -5,6 +5,8 @@ Of the implementations tried faiss was the fastest by far, see the method's page
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,27 @@ POINTS_PER_CENTROID = 16
 _SEEDING_POINTS = 32
 _SEEDING_ROUNDS = 64
 _REPAIRS = 4
+
+_THREADS = "OMP_NUM_THREADS"
+
+
+@functools.cache
+def _faiss() -> Any:
+    """Import faiss, with one thread a call: callers run several calls at once, which share a busy machine better.
+
+    Threads that wait for one another in calls of a millisecond made them forty times slower on a busy machine.
+    """
+    before = os.environ.get(_THREADS)
+    # Read when the library is loaded.
+    os.environ[_THREADS] = "1"
+    try:
+        import faiss
+    finally:
+        if before is None:
+            os.environ.pop(_THREADS, None)
+        else:
+            os.environ[_THREADS] = before
+    return faiss
 
 
 def centroid_count(points: int, wanted: int) -> int:
@@ -41,16 +64,14 @@ def seeds(points: Points, count: int, rng: np.random.Generator) -> Points:
     Returns:
         ``[count, d]``.
     """
+    faiss = _faiss()
     sample = points[rng.choice(len(points), min(len(points), _SEEDING_POINTS * count), replace=False)]
-    squares = (sample * sample).sum(axis=1)
     chosen = [int(rng.integers(len(sample)))]
     nearest = np.full(len(sample), np.inf, dtype=np.float32)
     new = chosen
     while True:
-        # Scores without the part that is the same for all centroids, then the whole distance.
-        centers = sample[new]
-        distance = ((centers * centers).sum(axis=1) - 2 * sample @ centers.T).min(axis=1) + squares
-        nearest = np.minimum(nearest, np.maximum(distance, 0))
+        distance, _ = faiss.knn(sample, sample[new], 1)
+        nearest = np.minimum(nearest, distance[:, 0])
         nearest[chosen] = 0
         if len(chosen) == count:
             return sample[chosen]
@@ -81,11 +102,9 @@ def kmeans(points: Points, count: int, *, seed: int, iterations: int) -> tuple[P
         Centroids ``[count, d]``, each the mean of at least one point's cluster, and the sum of squared distances
         in each iteration.
     """
-    import faiss
-
     points = np.ascontiguousarray(points, dtype=np.float32)
     rng = np.random.default_rng(seed)
-    trainer: Any = faiss.Kmeans(
+    trainer: Any = _faiss().Kmeans(
         points.shape[1],
         count,
         niter=iterations,
@@ -99,12 +118,8 @@ def kmeans(points: Points, count: int, *, seed: int, iterations: int) -> tuple[P
 
 def _revived(points: Points, centroids: Points) -> Points:
     """Move centroids without points to the points that are farthest from theirs."""
-    import faiss
-
     for _ in range(_REPAIRS):
-        index: Any = faiss.IndexFlatL2(points.shape[1])
-        index.add(centroids)
-        distance, nearest = index.search(points, 1)
+        distance, nearest = _faiss().knn(points, centroids, 1)
         dead = np.flatnonzero(np.bincount(nearest[:, 0], minlength=len(centroids)) == 0)
         far = np.argsort(-distance[:, 0], kind="stable")[: len(dead)]
         far = far[distance[far, 0] > 0]
