@@ -104,9 +104,15 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Measure what the adapter between mlx-lm and a method costs."""
+    """Measure what the adapter between mlx-lm and a method costs, or run the benchmarks that posargs name.
+
+    ``nox -s bench -- plugins/NAME/benchmarks/FILE.py`` runs one of a method's own, with what else it is told.
+    """
     _install(session, FOLDERS, group=None)
-    session.run("python", "-m", "veloxquant.bench.adapter", *session.posargs)
+    if session.posargs and session.posargs[0].endswith(".py"):
+        session.run("python", *session.posargs)
+    else:
+        session.run("python", "-m", "veloxquant.bench.adapter", *session.posargs)
 
 
 @nox.session(default=False, venv_backend="uv")

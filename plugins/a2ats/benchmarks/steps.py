@@ -117,21 +117,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--compress-rows", type=int, default=4096)
     parser.add_argument("--retrieve-rows", type=int, default=32768)
+    parser.add_argument("--fraction", type=float, default=0.1)
     parser.add_argument("--only", choices=("compress", "retrieve"))
     options = parser.parse_args()
     if options.only != "retrieve":
         arms = {"plain": KVCache, "compress": lambda: ours({}), "veloxquant-mlx a2ats": peer}
         show(f"compress, {options.compress_rows} rows", compare(arms, options.compress_rows, options.rounds))
     if options.only != "compress":
-        arms = {
-            "plain": KVCache,
-            **{
-                f"retrieve, fraction {share:g}": lambda share=share: ours(
-                    {"mode": "retrieve", "retrieval_fraction": share, "codebook_bits": 12}
-                )
-                for share in (0.1, 0.05, 0.2)
-            },
-        }
+        chosen = {"mode": "retrieve", "retrieval_fraction": options.fraction, "codebook_bits": 12}
+        arms = {"plain": KVCache, f"retrieve, fraction {options.fraction:g}": lambda: ours(chosen)}
         show(f"retrieve, {options.retrieve_rows} rows", compare(arms, options.retrieve_rows, options.rounds))
 
 

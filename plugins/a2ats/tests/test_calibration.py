@@ -271,8 +271,9 @@ def test_a_codebook_of_another_rotation_is_refused(files):
 
 def test_a_bare_cache_is_held_to_the_codebook_too(files):
     config = {**OPTIONS, "codebook": str(files["compress"])}
-    with pytest.raises(ConfigError, match="rotary"):
-        veloxquant.get_cache("a2ats", {**config, "rope_base": 500.0}, layer=LayerSpec(head_dim=16))
+    for layer in (LayerSpec(head_dim=16), LayerSpec(), None):
+        with pytest.raises(ConfigError, match="rotary"):
+            veloxquant.get_cache("a2ats", {**config, "rope_base": 500.0}, layer=layer)
     with pytest.raises(ConfigError, match="layer 7"):
         veloxquant.get_cache("a2ats", config, layer=LayerSpec(index=7))
     cache = veloxquant.get_cache("a2ats", config)

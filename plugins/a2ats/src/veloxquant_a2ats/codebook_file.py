@@ -17,6 +17,7 @@ from veloxquant_a2ats.codebook import Codebook
 from veloxquant_a2ats.codebook import compress_codebook
 from veloxquant_a2ats.codebook import retrieve_codebook
 from veloxquant_a2ats.config import A2ATSConfig
+from veloxquant_a2ats.rotation import rope_from_options
 
 __all__ = ["FORMAT", "Header", "LayerShape", "load_codebook", "write_codebook"]
 
@@ -184,8 +185,8 @@ def _check(header: Header, config: A2ATSConfig, layer: LayerSpec, rope: Rope | N
                 f"a2ats: the codebook '{path}' is of a model with {has} {words}, and layer {layer.index} has "
                 f"{wanted}; {again}"
             )
-    wanted_rope = rope or layer.rope
-    if wanted_rope is not None and wanted_rope != own.rope:
+    wanted_rope = rope or layer.rope or rope_from_options(config.rope_base, config.rope_scaling, own.head_dim)
+    if wanted_rope != own.rope:
         raise ConfigError(
             f"a2ats: the codebook '{path}' is of a model with another rotary embedding ({_short(own.rope)}, and layer "
             f"{layer.index} has {_short(wanted_rope)}); {again}"
