@@ -65,9 +65,14 @@ class GrowingArrays:
             UnsupportedShapeError: No rows are held.
         """
         # Always a view, also of a full buffer: the buffer object itself is written to after a drop_last.
-        return self._buffer(name)[..., : self.count, :]
+        return self.whole(name)[..., : self.count, :]
 
-    def _buffer(self, name: str) -> mx.array:
+    def whole(self, name: str) -> mx.array:
+        """The buffer itself, spare rows behind those held included: for kernels that would copy a view.
+
+        Raises:
+            UnsupportedShapeError: No rows are held.
+        """
         if name not in self._buffers:
             raise UnsupportedShapeError("no rows are held yet; append some first")
         return self._buffers[name]
@@ -82,10 +87,16 @@ class GrowingArrays:
         Returns:
             ``[B, H, k, D]``.
         """
-        buffer = self._buffer(name)
+        buffer = self.whole(name)
         batch, heads, capacity, dim = buffer.shape
         flat = mx.take(buffer.reshape(-1, dim), flat_index(index, capacity), axis=0)
         return flat.reshape(batch, heads, index.shape[2], dim)
+
+    def select(self, index: mx.array) -> GrowingArrays:
+        """The rows ``index`` of every array, as an instance of their own that fits exactly."""
+        chosen = GrowingArrays()
+        chosen.load({name: self.gather(name, index) for name in self._buffers})
+        return chosen
 
     def keep(self, index: mx.array) -> None:
         """Drop all rows but ``index``; the buffers then fit exactly."""
@@ -111,6 +122,7 @@ class GrowingArrays:
 
     def load(self, arrays: Mapping[str, mx.array]) -> None:
         """Take over what ``arrays`` gave; the buffers then fit exactly."""
+        # Arrays of their own: these buffers are written to.
         self._buffers = {name: mx.array(array) for name, array in arrays.items()}
         if arrays:
             self.count = self._base = next(iter(arrays.values())).shape[2]
