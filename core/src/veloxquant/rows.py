@@ -16,7 +16,7 @@ import mlx.core as mx
 from veloxquant.buffers import GrowingArrays
 from veloxquant.types import ByteCount
 
-__all__ = ["DenseRows", "RowStore", "grouped"]
+__all__ = ["DenseRows", "RowStore", "grouped", "weighted"]
 
 
 @runtime_checkable
@@ -80,6 +80,24 @@ def grouped(queries: mx.array, kv_heads: int) -> mx.array:
     return queries.reshape(batch, kv_heads, heads // kv_heads * length, dim)
 
 
+def weighted(weights: mx.array, values: mx.array) -> mx.array:
+    """Sums of values with fp32 weights.
+
+    On a GPU half-precision values are not cast, which would cost more than the product: the weights are rounded to
+    their dtype instead, as fused attention kernels do, and sums are fp32 inside.
+
+    Args:
+        weights: ``[B, Hkv, M, n]`` fp32.
+        values: ``[B, Hkv, n, Dv]``.
+
+    Returns:
+        ``[B, Hkv, M, Dv]`` fp32.
+    """
+    if mx.default_device().type == mx.DeviceType.gpu:
+        return (weights.astype(values.dtype) @ values).astype(mx.float32)
+    return weights @ values.astype(mx.float32)
+
+
 @attrs.define(eq=False)
 class DenseRows:
     """Rows as they came, in buffers that grow by an eighth (16 to 256 rows)."""
@@ -121,7 +139,7 @@ class DenseRows:
         """Sums of values weighted by ``weights``, ``[B, Hq, L, Dv]`` in fp32."""
         values = self._rows.live("values")[:, :, : weights.shape[3]]
         batch, heads, length, _ = weights.shape
-        product = grouped(weights, values.shape[1]).astype(mx.float32) @ values.astype(mx.float32)
+        product = weighted(grouped(weights, values.shape[1]).astype(mx.float32), values)
         return product.reshape(batch, heads, length, values.shape[3])
 
     def keep(self, index: mx.array) -> None:
