@@ -1,5 +1,8 @@
 """Methods that choose rows over the stores of methods that pack them."""
 
+from typing import Any
+from typing import ClassVar
+
 import mlx.core as mx
 import pytest
 
@@ -7,15 +10,17 @@ import veloxquant
 from veloxquant import LayerSpec
 from veloxquant.testing import MethodTests
 
-PACKED = {"storage": "turboquant_rvq", "storage_config": {"bits": 2, "value_bits": 4}}
+PACKED: dict[str, Any] = {"storage": "turboquant_rvq", "storage_config": {"bits": 2, "value_bits": 4}}
 
 
 class TestSnapKVOverPackedRows(MethodTests):
     """SnapKV that packs what it keeps."""
 
     method = "snapkv"
-    config = {"budget": 48, "window": 16, **PACKED}
-    expected_failures = {"prompt_attended_whole": "later chunks of a prompt attend to earlier ones as they are packed"}
+    config: ClassVar = {"budget": 48, "window": 16, **PACKED}
+    expected_failures: ClassVar = {
+        "prompt_attended_whole": "later chunks of a prompt attend to earlier ones as they are packed"
+    }
 
 
 def test_kept_rows_are_packed():
