@@ -1,0 +1,81 @@
+"""The bounds of the keys in each page, kept as rows come and go."""
+
+from __future__ import annotations
+
+import attrs
+import mlx.core as mx
+
+__all__ = ["PageSummary"]
+
+
+def _capacity(capacity: int, needed: int) -> int:
+    """Pages to hold room for: an eighth more at a time, 8 to 128."""
+    while capacity < needed:
+        capacity += min(128, max(8, capacity // 64 * 8))
+    return capacity
+
+
+@attrs.define(eq=False)
+class PageSummary:
+    """Bounds of the first pages of a layer; only complete pages are summarised."""
+
+    pages: int = 0
+    """Pages summarised."""
+    # [B, Hkv, planes * D, capacity], see ``sparse``.
+    bounds: mx.array | None = None
+    # Capacity right after the last exact fit: with the count it determines the capacity, so that pages that were added
+    # and dropped again leave no trace in it.
+    _base: int = 0
+
+    def extend(self, new: mx.array) -> None:
+        """Add the bounds of the next pages ``[B, Hkv, planes * D, n]``."""
+        end = self.pages + new.shape[3]
+        if self.bounds is None and self._base == 0:
+            self._base = end
+            self.bounds = mx.contiguous(new)
+        else:
+            self.bounds = self._grown(new, end)
+            self.bounds[..., self.pages : end] = new
+        self.pages = end
+
+    def _grown(self, new: mx.array, end: int) -> mx.array:
+        buffer = self.bounds
+        assert buffer is not None
+        if buffer.shape[3] >= end:
+            return buffer
+        spare = mx.zeros((*new.shape[:3], _capacity(self._base, end) - self.pages), new.dtype)
+        return mx.concatenate([buffer[..., : self.pages], spare], axis=3)
+
+    def truncate(self, pages: int) -> None:
+        """Forget all pages but the first ones."""
+        if pages >= self.pages:
+            return
+        self.pages = pages
+        if pages == 0:
+            self.clear()
+            return
+        self._base = min(self._base, pages)
+        capacity = _capacity(self._base, pages)
+        if self.bounds is not None and capacity < self.bounds.shape[3]:
+            # A copy: a view would hold the whole buffer.
+            self.bounds = mx.contiguous(self.bounds[..., :capacity])
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.pages, self.bounds, self._base = 0, None, 0
+
+    def live(self) -> mx.array | None:
+        """The bounds of the pages summarised, without spare capacity; None when there are none."""
+        return None if self.bounds is None else self.bounds[..., : self.pages]
+
+    def load(self, bounds: mx.array | None) -> None:
+        """Take over what ``live`` gave."""
+        self.clear()
+        if bounds is not None:
+            self.bounds = mx.array(bounds)
+            self.pages = self._base = bounds.shape[3]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, spare capacity included."""
+        return 0 if self.bounds is None else self.bounds.nbytes
