@@ -60,7 +60,7 @@ def peer(keys: mx.array, values: mx.array) -> Any:
     """The rocketkv of veloxquant-mlx at ratio 8, or None where it is not installed."""
     if importlib.util.find_spec("veloxquant_mlx") is None:
         return None
-    from veloxquant_mlx.cache.factory import KVCacheBuilder, KVCacheConfig  # noqa: I001  # isort: skip
+    from veloxquant_mlx.cache.factory import KVCacheBuilder, KVCacheConfig  # isort: skip
 
     cache = KVCacheBuilder(KVCacheConfig(method="rocketkv", head_dim=DIM)).build()
     mx.eval(cache.update_and_fetch(keys, values))
@@ -76,7 +76,11 @@ def step(cache: Any) -> Callable[[int], None]:
     attend = getattr(cache, "attend", None)
 
     def run(seed: int) -> None:
-        queries, keys, values = rows(1, heads, 3 * seed), rows(1, kv_heads, 3 * seed + 1), rows(1, kv_heads, 3 * seed + 2)
+        queries, keys, values = (
+            rows(1, heads, 3 * seed),
+            rows(1, kv_heads, 3 * seed + 1),
+            rows(1, kv_heads, 3 * seed + 2),
+        )
         mx.eval(queries, keys, values)
         start = time.perf_counter()
         all_keys, all_values = cache.update_and_fetch(keys, values)
