@@ -159,7 +159,7 @@ def test_most_of_what_is_lost_is_lost_by_stage_1(record_property):
 
 
 def test_a_conversation_of_three_turns(record_property):
-    """A long first turn with facts in it, a second turn about something else, a question about the middle in the third."""
+    """A long first turn that hides a number, a second turn about something else, the question for it in the third."""
     model, tokenizer, text = loaded()
     hits = {"plain": 0, "multi_turn": 0, "one choice": 0, "multi_turn where plain is right": 0}
     for passkey in passkeys(tokenizer, text, length=1024, count=10, seed=1):

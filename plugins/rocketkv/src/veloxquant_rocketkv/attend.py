@@ -63,7 +63,6 @@ def attend_chosen(
     Raises:
         RoutingError: The model brings a mask array and rows are to be chosen.
     """
-    length, count = queries.shape[2], state.rows.count
     if state.selector.chooses_all:
         return attend_all(state, queries, keys, values, scale, mask, sinks)
     if isinstance(mask, mx.array):
@@ -71,6 +70,7 @@ def attend_chosen(
             "rocketkv chooses rows head by head and cannot apply a mask array of the model to them; use snapkv, or "
             "stage1=False with a topk that covers all rows"
         )
+    length = queries.shape[2]
     outputs = [
         _attend_one(state, queries[:, :, place : place + 1], keys, values, scale, sinks, place - length)
         for place in range(length)

@@ -102,7 +102,8 @@ class RocketKVConfig:
             raise ConfigError(f"rocketkv: kernel_size must be odd, not {self.kernel_size}")
         if self.topk is not None and self.topk <= self.keep_recent:
             raise ConfigError(
-                f"rocketkv: topk must exceed keep_recent = {self.keep_recent}, whose rows are part of it, not {self.topk}"
+                f"rocketkv: topk must exceed keep_recent = {self.keep_recent}, whose rows are part of it, "
+                f"not {self.topk}"
             )
         if self.multi_turn and not self.stage1:
             raise ConfigError("rocketkv: multi_turn filters the history by stage 1; leave stage1=False out")

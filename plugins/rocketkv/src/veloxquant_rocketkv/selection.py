@@ -34,7 +34,7 @@ __all__ = ["Selector", "select_indices"]
 
 @attrs.define(eq=False)
 class Selector:
-    """Ranks pages of the rows that stage 1 left; the newest rows, and those of a page not yet complete, need no ranking.
+    """Ranks pages of the rows that stage 1 left; the newest rows, and a page not yet complete, need no ranking.
 
     Rows are counted in the order in which they are read: those of the filtered set of a turn, then those stored since.
     Without a filtered set that is the order of the store.
@@ -282,4 +282,5 @@ def select_indices(state: RocketKVState, query: mx.array, batch: int, head: int,
     if valid is None:
         return chosen
     alive = np.array(valid[batch, head])
-    return mx.array([row for row in np.array(chosen) if alive[row]], dtype=mx.int32)
+    rows = np.array(chosen)
+    return mx.array(rows[alive[rows]])
