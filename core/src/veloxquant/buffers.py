@@ -71,9 +71,14 @@ class GrowingArrays:
             UnsupportedShapeError: No rows are held.
         """
         # Always a view, also of a full buffer: the buffer object itself is written to after a drop_last.
-        return self._buffer(name)[..., : self.count, :]
+        return self.whole(name)[..., : self.count, :]
 
-    def _buffer(self, name: str) -> mx.array:
+    def whole(self, name: str) -> mx.array:
+        """The buffer itself, spare rows behind those held included: for kernels that would copy a view.
+
+        Raises:
+            UnsupportedShapeError: No rows are held.
+        """
         if name not in self._buffers:
             raise UnsupportedShapeError("no rows are held yet; append some first")
         return self._buffers[name]
@@ -88,7 +93,7 @@ class GrowingArrays:
         Returns:
             ``[B, H, k, D]``.
         """
-        return self._taken(self._buffer(name), index.shape[2], flat_index(index, self._buffer(name).shape[2]))
+        return self._taken(self.whole(name), index.shape[2], flat_index(index, self.whole(name).shape[2]))
 
     def gather_all(self, index: mx.array) -> dict[str, mx.array]:
         """As ``gather`` for every array, by name."""
@@ -101,6 +106,12 @@ class GrowingArrays:
     def _taken(buffer: mx.array, count: int, flat: mx.array) -> mx.array:
         batch, heads, _, dim = buffer.shape
         return mx.take(buffer.reshape(-1, dim), flat, axis=0).reshape(batch, heads, count, dim)
+
+    def select(self, index: mx.array) -> GrowingArrays:
+        """The rows ``index`` of every array, as an instance of their own that fits exactly."""
+        chosen = GrowingArrays()
+        chosen.load(self.gather_all(index))
+        return chosen
 
     def keep(self, index: mx.array) -> None:
         """Drop all rows but ``index``; the buffers then fit exactly."""
@@ -126,6 +137,7 @@ class GrowingArrays:
 
     def load(self, arrays: Mapping[str, mx.array]) -> None:
         """Take over what ``arrays`` gave; the buffers then fit exactly."""
+        # Arrays of their own: these buffers are written to.
         self._buffers = {name: mx.array(array) for name, array in arrays.items()}
         if arrays:
             self.count = self._base = next(iter(arrays.values())).shape[2]

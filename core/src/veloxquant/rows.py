@@ -43,11 +43,20 @@ class RowStore(Protocol):
     def gather(self, index: mx.array) -> tuple[mx.array, mx.array]:
         """The rows ``index`` in the input dtype; no other row is rebuilt."""
 
+    def select(self, index: mx.array) -> RowStore:
+        """The rows ``index`` in the stored form, as a store of their own; no row is rebuilt.
+
+        Its ``scores`` and ``mix`` attend to the chosen rows alone.
+        """
+
     def scores(self, queries: mx.array) -> mx.array:
         """Products of queries and keys ``[B, Hq, L, rows]`` in fp32, unscaled and unmasked."""
 
     def mix(self, weights: mx.array) -> mx.array:
-        """Sums of values weighted by fp32 ``weights``: ``[B, Hq, L, Dv]`` in fp32."""
+        """Sums of values weighted by fp32 ``weights``: ``[B, Hq, L, Dv]`` in fp32.
+
+        Weights ``[B, Hq, L, n]`` of fewer than all rows are those of the first n.
+        """
 
     def keep(self, index: mx.array) -> None:
         """Drop all rows but ``index`` for good."""
@@ -97,6 +106,10 @@ class DenseRows:
         rows = self._rows.gather_all(index)
         return rows["keys"], rows["values"]
 
+    def select(self, index: mx.array) -> DenseRows:
+        """The rows ``index`` as a store of their own."""
+        return DenseRows(self._rows.select(index))
+
     def scores(self, queries: mx.array) -> mx.array:
         """Products of queries and keys ``[B, Hq, L, rows]`` in fp32."""
         keys = self._rows.live("keys")
@@ -107,7 +120,7 @@ class DenseRows:
 
     def mix(self, weights: mx.array) -> mx.array:
         """Sums of values weighted by ``weights``, ``[B, Hq, L, Dv]`` in fp32."""
-        values = self._rows.live("values")
+        values = self._rows.live("values")[:, :, : weights.shape[3]]
         batch, heads, length, _ = weights.shape
         product = grouped(weights, values.shape[1]).astype(mx.float32) @ values.astype(mx.float32)
         return product.reshape(batch, heads, length, values.shape[3])

@@ -7,6 +7,7 @@ import mlx.core as mx
 from veloxquant import RoutingError
 from veloxquant.attention import attention
 from veloxquant.attention import live_mask
+from veloxquant.row_attention import attend_rows
 from veloxquant_rocketkv.state import RocketKVState
 
 __all__ = ["attend_all", "attend_chosen", "read_chosen"]
@@ -64,7 +65,7 @@ def attend_chosen(
         RoutingError: The model brings a mask array and rows are to be chosen.
     """
     if state.selector.chooses_all:
-        return attend_all(state, queries, keys, values, scale, mask, sinks)
+        return _attend_whole(state, queries, keys, values, scale, mask, sinks)
     if isinstance(mask, mx.array):
         raise RoutingError(
             "rocketkv chooses rows head by head and cannot apply a mask array of the model to them; use snapkv, or "
@@ -77,6 +78,24 @@ def attend_chosen(
     ]
     state.own = None
     return outputs[0] if length == 1 else mx.concatenate(outputs, axis=2)
+
+
+def _attend_whole(
+    state: RocketKVState,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attend to all rows, in their stored form where that is another one than they came in."""
+    own, state.own = state.own, None
+    if own is None or isinstance(mask, mx.array):
+        return attend_all(state, queries, keys, values, scale, mask, sinks)
+    valid = state.rows.valid()
+    alive = mask if valid is None else live_mask(valid, queries.shape[1], queries.shape[2])
+    return attend_rows(state.rows.store, queries, own, scale, alive, sinks)
 
 
 def _attend_one(
@@ -94,20 +113,17 @@ def _attend_one(
     if index is None:
         seen = keys[:, :, :count], values[:, :, :count]
         return attend_all(state, queries, *seen, scale, None, sinks)
-    chosen = _gathered(state, index, place)
-    return attention(queries, *chosen, scale, _mask(state, index, queries.shape[1]), sinks)
-
-
-def _gathered(state: RocketKVState, index: mx.array, place: int) -> tuple[mx.array, mx.array]:
-    """The chosen rows; that of the token itself, the last one, as it came."""
-    keys, values = state.rows.store.gather(index)
+    mask = _mask(state, index, queries.shape[1])
     if state.own is None or not state.config.keep_recent:
-        return keys, values
-    own_keys, own_values = (array[:, :, place:][:, :, :1] for array in state.own)
-    return (
-        mx.concatenate([keys[:, :, :-1], own_keys], axis=2),
-        mx.concatenate([values[:, :, :-1], own_values], axis=2),
-    )
+        return attention(queries, *state.rows.store.gather(index), scale, mask, sinks)
+    # The last row is that of the token itself, and counts as it came; the others are read as they are stored.
+    return attend_rows(state.rows.store.select(index), queries, _own(state.own, place), scale, mask, sinks)
+
+
+def _own(rows: tuple[mx.array, mx.array], place: int) -> tuple[mx.array, mx.array]:
+    """Key and value of one token of a block."""
+    keys, values = (array[:, :, place:][:, :, :1] for array in rows)
+    return keys, values
 
 
 def _mask(state: RocketKVState, index: mx.array, query_heads: int) -> mx.array | None:
@@ -123,4 +139,10 @@ def _mask(state: RocketKVState, index: mx.array, query_heads: int) -> mx.array |
 def read_chosen(state: RocketKVState, keys: mx.array) -> tuple[mx.array, mx.array] | None:
     """The rows that a key chooses in place of a query, the row itself last and as it came; None for all rows."""
     index = state.selector.choose(keys, keys.shape[3] ** -0.5)
-    return None if index is None else _gathered(state, index, -1)
+    if index is None:
+        return None
+    chosen = state.rows.store.gather(index)
+    if state.own is None or not state.config.keep_recent:
+        return chosen
+    first, second = (mx.concatenate([a[:, :, :-1], b], axis=2) for a, b in zip(chosen, state.own, strict=True))
+    return first, second

@@ -112,9 +112,9 @@ def check_account_details(subject: Subject) -> None:
         for key, value in count.details.items():
             plain = value is None or isinstance(value, int | float | str)
             require(plain, f"{name}: the detail {key} is a {type(value).__name__}")
-            # What a plain cache would hold is no part of what this one does.
-            if key.endswith("bytes") and not key.startswith("dense_") and isinstance(value, int):
-                limit = count.held + count.static
+            if key.endswith("bytes") and isinstance(value, int):
+                # What begins with "dense" says what rows would take as they came.
+                limit = cache.plain_nbytes if key.startswith("dense") else count.held + count.static
                 require(0 <= value <= limit, f"{name}: the detail {key} is {value}, of {limit} bytes in all")
 
 
