@@ -298,7 +298,7 @@ def test_a_rewind_leaves_no_trace_and_builds_no_page_anew(monkeypatch, back):
 
 def test_a_deep_rewind_builds_only_the_touched_pages_anew(monkeypatch):
     rows = data(300)
-    cache = routed(topk=12)
+    cache = routed(topk=12, kernel_size=1)
     feed(cache, rows, [299, 1])
     positions, built = held(cache)["positions"][0], []
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 
 from veloxquant import RoutingError
+from veloxquant import attend_rows
 from veloxquant.attention import attention
 from veloxquant.attention import live_mask
-from veloxquant.row_attention import attend_rows
 from veloxquant_rocketkv.state import RocketKVState
 
 __all__ = ["attend_all", "attend_chosen", "read_chosen"]

@@ -84,6 +84,11 @@ class RocketKVConfig:
         validator=in_(("pages", "rows")),
         metadata={"help": "rank pages by a summary of their keys, or single rows by exact scores (no summary held)"},
     )
+    summary_bits: Literal[4] | None = attrs.field(
+        default=None,
+        validator=in_((None, 4)),
+        metadata={"help": "4: hold the summary of pages in 4 bits a number; None: as the keys came"},
+    )
     storage: str | None = attrs.field(
         default=None,
         validator=optional(instance_of(str)),
@@ -109,10 +114,12 @@ class RocketKVConfig:
             raise ConfigError("rocketkv: multi_turn filters the history by stage 1; leave stage1=False out")
         if self.ranking == "rows":
             self._check_row_ranking()
+        elif self.summary_bits is not None and self.pages_and_channels(1)[0] == 1:
+            raise ConfigError("rocketkv: summary_bits=4 holds minima and maxima; give a page_size of at least 2")
 
     def _check_row_ranking(self) -> None:
-        if self.page_size not in (None, 1) or self.head_topk1 is not None:
-            raise ConfigError("rocketkv: ranking='rows' uses no pages; leave page_size and head_topk1 out")
+        if self.page_size not in (None, 1) or self.head_topk1 is not None or self.summary_bits is not None:
+            raise ConfigError("rocketkv: ranking='rows' uses no pages; leave page_size, head_topk1, summary_bits out")
         if self.multi_turn:
             raise ConfigError("rocketkv: ranking='rows' scores every row held; leave multi_turn=True out")
 

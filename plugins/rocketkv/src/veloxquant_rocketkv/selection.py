@@ -15,11 +15,11 @@ import numpy as np
 
 from veloxquant import PositionedRows
 from veloxquant.types import Scalar
+from veloxquant_rocketkv.compact import CompactSummary
 from veloxquant_rocketkv.config import RocketKVConfig
 from veloxquant_rocketkv.sparse import BITS
 from veloxquant_rocketkv.sparse import choose_channels
 from veloxquant_rocketkv.sparse import page_bounds
-from veloxquant_rocketkv.sparse import page_scores
 from veloxquant_rocketkv.sparse import rank
 from veloxquant_rocketkv.sparse import rank_roughly
 from veloxquant_rocketkv.sparse import row_scores
@@ -46,7 +46,7 @@ class Selector:
 
     config: RocketKVConfig
     rows: PositionedRows
-    summary: PageSummary = attrs.field(factory=PageSummary)
+    summary: PageSummary | CompactSummary = attrs.field(init=False)
     # [B, Hkv, T] int32: the rows of the store that this turn reads, of the first ``_turn`` ones (multi_turn).
     _filtered: mx.array | None = None
     _turn: int = 0
@@ -55,6 +55,9 @@ class Selector:
     _heads: int = 0
     _page_size: int = 1
     _channels: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        self.summary = PageSummary() if self.config.summary_bits is None else CompactSummary()
 
     def learn(self, shape: Sequence[int]) -> None:
         """Learn the shape of the keys ``[B, Hkv, S, D]``."""
@@ -88,7 +91,9 @@ class Selector:
 
     def _pages(self, rows: int, keep_recent: int) -> int:
         """Pages to choose among when the first ``rows`` rows are there."""
-        return max(0, rows - keep_recent) // self._page_size
+        pages = max(0, rows - keep_recent) // self._page_size
+        # Two pages share a byte of a compact summary.
+        return pages if self.config.summary_bits is None else pages // 2 * 2
 
     def _wanted(self, rows: int, seen: int, keep_recent: int) -> int | None:
         """Pages to choose when ``rows`` rows of ``seen`` tokens are there; None to attend to all rows."""
@@ -104,6 +109,8 @@ class Selector:
             self._extend(self._pages(rows, keep_recent))
 
     def _extend(self, pages: int) -> None:
+        if self.summary.outgrown(pages):
+            self.summary.clear()
         start, stop = self.summary.pages * self._page_size, pages * self._page_size
         if start >= stop:
             return
@@ -174,14 +181,12 @@ class Selector:
             logits = row_scores(self.rows.store.scores(queries), self._heads, scale)[..., :pages]
             return rank(logits, self._alive_pages(pages))
         self._extend(pages)
-        bounds = self.summary.bounds
-        assert bounds is not None
         grouped = queries.astype(mx.float32).reshape(self._batch, self._heads, -1, queries.shape[3])
         channels = choose_channels(grouped, self._channels)
         alive = self._alive_pages(pages)
         if self._page_size == 1:
-            return rank(page_scores(grouped, bounds, channels, scale)[..., :pages], alive)
-        return rank_roughly(page_scores(grouped, bounds, channels, scale * BITS)[..., :pages], alive)
+            return rank(self.summary.scores(grouped, channels, scale)[..., :pages], alive)
+        return rank_roughly(self.summary.scores(grouped, channels, scale * BITS)[..., :pages], alive)
 
     def _rows_of(self, pages: mx.array) -> mx.array:
         size = self._page_size
@@ -216,8 +221,8 @@ class Selector:
 
     def arrays(self) -> dict[str, mx.array]:
         """The summary and the filtered set, as far as there are any."""
-        arrays = {"bounds": self.summary.live(), "filtered": self._filtered}
-        return {name: array for name, array in arrays.items() if array is not None}
+        arrays = self.summary.arrays()
+        return arrays if self._filtered is None else {**arrays, "filtered": self._filtered}
 
     def values(self) -> dict[str, int]:
         """The plain values that go with ``arrays``."""
@@ -225,7 +230,7 @@ class Selector:
 
     def load(self, arrays: dict[str, mx.array], values: Mapping[str, Scalar]) -> None:
         """Take what ``arrays`` and ``values`` gave out of a snapshot."""
-        self.summary.load(arrays.pop("bounds", None))
+        self.summary.load(arrays)
         filtered = arrays.pop("filtered", None)
         self._filtered = None if filtered is None else mx.array(filtered)
         self._turn = int(values["turn"] or 0)

@@ -13,7 +13,17 @@ import mlx.core as mx
 
 from veloxquant.buffers import flat_index
 
-__all__ = ["choose_channels", "page_bounds", "page_scores", "rank", "rank_roughly", "row_scores", "top"]
+__all__ = [
+    "choose_channels",
+    "page_bounds",
+    "page_scores",
+    "rank",
+    "rank_roughly",
+    "read_channels",
+    "read_plan",
+    "row_scores",
+    "top",
+]
 
 # One unit of a logit, and the number 1, in the bits of a float.
 BITS = 2**23 / math.log(2)
@@ -83,26 +93,46 @@ def page_scores(queries: mx.array, bounds: mx.array, channels: mx.array, scale: 
     Returns:
         ``[B, Hkv, G, capacity]`` fp32.
     """
+    weighted, planes = read_plan(queries, channels, scale, bounds.shape[2])
+    if planes is None:
+        return weighted @ bounds.astype(mx.float32)
+    # The whole capacity is multiplied: cutting it first would copy what was read.
+    return weighted @ read_channels(bounds, planes).astype(mx.float32)
+
+
+def read_plan(queries: mx.array, channels: mx.array, scale: float, planes: int) -> tuple[mx.array, mx.array | None]:
+    """What is multiplied with the bounds, and which rows of them are read for that.
+
+    Args:
+        queries: ``[B, Hkv, G, D]`` fp32.
+        channels: ``[B, Hkv, k1]`` int32.
+        scale: Factor on the logits of exact attention.
+        planes: Rows of the bounds, D or 2 * D.
+
+    Returns:
+        Queries in the channels, scaled ``[B, Hkv, G, k1]``; rows of the bounds ``[B, Hkv, k1]``, or None for all in
+        order.
+    """
     batch, heads, group, dim = queries.shape
-    count, width = channels.shape[2], bounds.shape[3]
+    count = channels.shape[2]
     if count < dim:
-        chosen = mx.take_along_axis(
-            queries, mx.broadcast_to(channels[:, :, None], (batch, heads, group, count)), axis=3
-        )
-        share = mx.abs(chosen).sum(axis=3, keepdims=True) / mx.maximum(
-            mx.abs(queries).sum(axis=3, keepdims=True), 1e-30
-        )
-        # Zero queries have no share; their logits are zero whatever the factor.
-        weighted = chosen * (scale * mx.rsqrt(mx.maximum(share, 1e-12)))
+        index = mx.broadcast_to(channels[:, :, None], (batch, heads, group, count))
+        chosen = mx.take_along_axis(queries, index, axis=3)
+        # Queries of zeros have no share; their logits are zero whatever the factor.
+        read = mx.maximum(mx.abs(chosen).sum(axis=3, keepdims=True), _TINY)
+        weighted = chosen * (mx.sqrt(mx.abs(queries).sum(axis=3, keepdims=True) / read) * scale)
     else:
         chosen, weighted = queries, queries * scale
-    if bounds.shape[2] > dim:
-        channels = mx.where(chosen.sum(axis=2) > 0, channels + dim, channels)
-    elif count == dim:
-        return weighted @ bounds.astype(mx.float32)
-    rows = mx.take(bounds.reshape(-1, width), flat_index(channels, bounds.shape[2]), axis=0)
-    # The whole capacity is multiplied: cutting it first would copy what was read.
-    return weighted @ rows.reshape(batch, heads, count, width).astype(mx.float32)
+    if planes > dim:
+        return weighted, mx.where(chosen.sum(axis=2) > 0, channels + dim, channels)
+    return weighted, None if count == dim else channels
+
+
+def read_channels(bounds: mx.array, planes: mx.array) -> mx.array:
+    """The rows ``planes`` ``[B, Hkv, k1]`` of the bounds ``[B, Hkv, n, width]``, through one take over whole rows."""
+    batch, heads, rows, width = bounds.shape
+    taken = mx.take(bounds.reshape(-1, width), flat_index(planes, rows), axis=0)
+    return taken.reshape(batch, heads, planes.shape[2], width)
 
 
 def row_scores(scores: mx.array, kv_heads: int, scale: float) -> mx.array:
