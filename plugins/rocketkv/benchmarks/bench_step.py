@@ -8,6 +8,7 @@ own). ``nox -s bench`` runs this file.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import statistics
 import time
@@ -60,10 +61,11 @@ def peer(keys: mx.array, values: mx.array) -> Any:
     """The rocketkv of veloxquant-mlx at ratio 8, or None where it is not installed."""
     if importlib.util.find_spec("veloxquant_mlx") is None:
         return None
-    from veloxquant_mlx.cache.factory import KVCacheBuilder, KVCacheConfig  # isort: skip
-
-    cache = KVCacheBuilder(KVCacheConfig(method="rocketkv", head_dim=DIM)).build()
-    mx.eval(cache.update_and_fetch(keys, values))
+    base = importlib.import_module("veloxquant_mlx.cache.base")
+    cache = base.KVCacheBuilder().with_method("rocketkv").with_head_dim(DIM).build()
+    # Its prompt ends with the first single token.
+    for start, stop in ((0, keys.shape[2] - 1), (keys.shape[2] - 1, keys.shape[2])):
+        mx.eval(cache.update_and_fetch(keys[:, :, start:stop], values[:, :, start:stop]))
     return cache
 
 

@@ -1,6 +1,7 @@
 """What RocketKV keeps and reads, driven through the cache as mlx-lm drives it."""
 
 import copy
+import sys
 
 import mlx.core as mx
 import numpy as np
@@ -414,3 +415,28 @@ def test_a_proxy_cache_is_not_trimmable_from_birth():
     feed(cache, data(200), [199, 1])
     assert cache.trim(5) == 0
     assert cache.offset == 200
+
+
+def test_the_work_in_python_does_not_grow_with_heads_or_batch():
+    def calls(batch, kv_heads):
+        layer = LayerSpec(query_mode="routed", query_heads=2 * kv_heads)
+        cache = veloxquant.get_cache("rocketkv", {"topk": 20}, layer=layer)
+        shapes = [(2 * kv_heads, DIM), (kv_heads, DIM), (kv_heads, VALUE_DIM)]
+        rows = [mx.random.normal((batch, heads, 310, dim)) for heads, dim in shapes]
+        feed(cache, rows, [299, 1, 1, 1])
+        queries, keys, values = (array[:, :, 302:303] for array in rows)
+        count = 0
+
+        def counted(frame, event, argument):
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(counted)
+        try:
+            result = cache.update_and_fetch(keys, values)
+            cache.attend(queries, *result, scale=SCALE)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    assert calls(1, 1) == calls(1, 8) == calls(3, 4)

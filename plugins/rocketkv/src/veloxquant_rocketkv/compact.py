@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import attrs
 import mlx.core as mx
 
@@ -120,7 +122,7 @@ class CompactSummary:
         codes, levels, count = (arrays.pop(name, None) for name in ("codes", "levels", "levels_set_by"))
         if codes is not None and levels is not None and count is not None:
             self._codes, self._levels = mx.array(codes), mx.array(levels)
-            self._set_by = int(count.item())
+            self._set_by = cast(int, count.item())
             self.pages = self._base = 2 * codes.shape[3]
 
     @property
