@@ -128,6 +128,14 @@ def main() -> None:
             ),
             "veloxquant-mlx rocketkv 8": peer(keys, values),
         }
+        if importlib.util.find_spec("veloxquant_turboquant_rvq") is not None:
+            packed = {"storage": "turboquant_rvq", "storage_config": {"bits": 2, "value_bits": 4}, "topk": count // 8}
+            compact = {"stage1": False, "summary_bits": 4, "head_topk1": DIM // 2, **packed}
+            ranked = {"stage1": False, "ranking": "rows", **packed}
+            arms["packed 4 bits, keys ranked"] = compressed(keys, values, "rocketkv", **ranked)
+            for size in (2, 4):
+                name = f"packed 4 bits, compact pages of {size}"
+                arms[name] = compressed(keys, values, "rocketkv", page_size=size, **compact)
         found = measure({name: cache for name, cache in arms.items() if cache is not None}, options.steps)
         print(f"{count} rows, fp32, {QUERY_HEADS} query heads, {KV_HEADS} KV heads, D {DIM}")
         for name, taken in found.items():

@@ -4,6 +4,7 @@ A prompt is processed once and handed to caches of every kind, which go on from 
 """
 
 import functools
+import importlib.util
 
 import mlx.core as mx
 import pytest
@@ -20,6 +21,33 @@ pytestmark = pytest.mark.slow
 
 PROMPT, CONTINUATION = 2048, 256
 EIGHTH = PROMPT // 8
+
+PACKED = {"storage": "turboquant_rvq", "storage_config": {"bits": 2, "value_bits": 4}}
+# The two stacked configurations of the method's page, an eighth of the rows read.
+STACKED = {
+    "packed keys ranked": {"stage1": False, "ranking": "rows", **PACKED},
+    "compact summary, pages of 2": {
+        "stage1": False,
+        "summary_bits": 4,
+        "page_size": 2,
+        "head_topk1": 32,
+        **PACKED,
+    },
+    "compact summary, pages of 4": {
+        "stage1": False,
+        "summary_bits": 4,
+        "page_size": 4,
+        "head_topk1": 32,
+        **PACKED,
+    },
+}
+
+
+def stacked(tokens):
+    """The stacked configurations, where the codec is installed."""
+    if importlib.util.find_spec("veloxquant_turboquant_rvq") is None:
+        return {}
+    return {name: {**options, "topk": tokens // 8} for name, options in STACKED.items()}
 
 
 # Queries that all methods here remember of an open prompt.
@@ -110,6 +138,7 @@ def test_passkeys_are_found_as_often_as_with_the_plain_cache(length, record_prop
         "ratio 8": {"compression_ratio": 8},
         "ratio 8, stage 1 off": {"stage1": False},
         "ratio 8, proxy": {"compression_ratio": 8, "true_queries": False},
+        **stacked(length),
     }
     hits = dict.fromkeys(["plain", *arms], 0)
     for passkey in passkeys(tokenizer, text, length=length, count=10):
@@ -123,6 +152,8 @@ def test_passkeys_are_found_as_often_as_with_the_plain_cache(length, record_prop
     assert hits["plain"] >= 8
     assert hits["ratio 4"] >= hits["plain"] - 1
     assert hits["ratio 8"] >= hits["plain"] - 1
+    if stacked(length):
+        assert hits["packed keys ranked"] >= hits["plain"] - 1
 
 
 def test_divergence_is_below_that_of_eviction_alone_and_of_proxy_mode(record_property):
@@ -202,3 +233,25 @@ def test_bytes_held_are_those_of_the_formula():
     # Rows of 1 / 2.204 of the prompt, and half as many bytes of page bounds: methods page, bytes of RocketKV.
     assert report.bytes_held / report.bytes_plain == pytest.approx(0.681, rel=0.1)
     print(f"held {report.bytes_held / report.bytes_plain:.3f} of plain")
+
+
+def test_stacked_on_packed_rows(record_property):
+    pytest.importorskip("veloxquant_turboquant_rvq")
+    model, _, text = loaded()
+    arms = {"exact top-k rows": {"stage1": False, "ranking": "rows", "topk": EIGHTH}, **stacked(PROMPT)}
+    arms["packed, all rows read"] = {"stage1": False, "topk": 10**6, **PACKED}
+    found = divergences(model, text[:PROMPT], text[PROMPT : PROMPT + CONTINUATION], arms)
+    record_property("quality", str(found))
+    assert found["packed keys ranked"].mean_kl <= 3 * found["exact top-k rows"].mean_kl
+    caches = open_prompt(model, text[:PROMPT])
+    held = {}
+    for name, options in stacked(PROMPT).items():
+        arm = forked(model, caches, **options)
+        model(mx.array([[text[PROMPT - 1]]]), cache=arm)
+        mx.eval([cache.state for cache in arm])
+        report = veloxquant.report(arm)
+        # Plain rows would be fp16 in practice.
+        held[name] = 2 * report.bytes_held / report.bytes_plain
+    print({name: round(share, 3) for name, share in held.items()})
+    assert held["packed keys ranked"] <= 0.30
+    assert max(held.values()) <= 0.42

@@ -95,7 +95,8 @@ def _attend_whole(
         return attend_all(state, queries, keys, values, scale, mask, sinks)
     valid = state.rows.valid()
     alive = mask if valid is None else live_mask(valid, queries.shape[1], queries.shape[2])
-    return attend_rows(state.rows.store, queries, own, scale, alive, sinks)
+    first = state.first if state.rows.count - own[0].shape[2] >= state.config.sinks else None
+    return attend_rows(state.rows.store, queries, own, scale, alive, sinks, first=first)
 
 
 def _attend_one(
@@ -116,8 +117,10 @@ def _attend_one(
     mask = _mask(state, index, queries.shape[1])
     if state.own is None or not state.config.keep_recent:
         return attention(queries, *state.rows.store.gather(index), scale, mask, sinks)
-    # The last row is that of the token itself, and counts as it came; the others are read as they are stored.
-    return attend_rows(state.rows.store.select(index), queries, _own(state.own, place), scale, mask, sinks)
+    # The row of the token itself, the last one, counts as it came, and so do the sinks; others are read as stored.
+    first = state.first if state.selector.reads_sinks(index.shape[2]) else None
+    chosen, own = state.rows.store.select(index), _own(state.own, place)
+    return attend_rows(chosen, queries, own, scale, mask, sinks, first=first)
 
 
 def _own(rows: tuple[mx.array, mx.array], place: int) -> tuple[mx.array, mx.array]:

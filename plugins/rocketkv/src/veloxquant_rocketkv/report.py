@@ -26,6 +26,7 @@ def byte_count(state: RocketKVState) -> ByteCount:
     """
     count = state.rows.account()
     summary, queries = state.selector.nbytes, 0 if state.recent is None else state.recent.nbytes
+    exact = 0 if state.first is None else sum(array.nbytes for array in state.first)
     # The sink logits are the model's own array.
     static = count.static + (0 if state.sinks is None else state.sinks.nbytes)
     seen, kept = state.rows.end, state.selector.filtered_rows
@@ -34,6 +35,7 @@ def byte_count(state: RocketKVState) -> ByteCount:
         "stage1_bytes": count.held,
         "stage2_aux_bytes": summary,
         "query_bytes": queries,
+        "exact_bytes": exact,
         "dense_bytes": state.row_bytes * seen,
         "compression_ratio": state.config.compression_ratio,
         "tokens_kept": kept,
@@ -44,4 +46,4 @@ def byte_count(state: RocketKVState) -> ByteCount:
     }
     if state.config.multi_turn:
         details["memory_saved"] = "none: multi_turn keeps every row and filters what is read"
-    return attrs.evolve(count, auxiliary=count.auxiliary + summary + queries, static=static, details=details)
+    return attrs.evolve(count, auxiliary=count.auxiliary + summary + queries + exact, static=static, details=details)

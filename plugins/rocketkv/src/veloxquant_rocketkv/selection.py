@@ -140,6 +140,15 @@ class Selector:
     # --------------------------------------------------------------- choice
 
     @property
+    def sink_pages(self) -> int:
+        """Pages of the first ``sinks`` rows, which are always read where the store loses something."""
+        return -(-self.config.sinks // self._page_size)
+
+    def reads_sinks(self, chosen: int) -> bool:
+        """Whether the first ``sinks`` of so many chosen rows are the first rows held."""
+        return chosen >= self.sink_pages * self._page_size + self.config.keep_recent
+
+    @property
     def chooses_all(self) -> bool:
         """Whether the newest token attends to every row held; those before it then do too."""
         return self._filtered is None and self._wanted(self.rows.count, self.rows.end, self.config.keep_recent) is None
@@ -165,7 +174,11 @@ class Selector:
         if wanted is None:
             return None if self._filtered is None else self._range(0, rows)
         pages = self._pages(rows, keep_recent)
-        best = self._rows_of(top(self._ranked(queries, scale, pages), wanted))
+        weights = self._ranked(queries, scale, pages)
+        if not self.rows.store.lossless and self.sink_pages <= wanted:
+            sure = mx.full((*weights.shape[:2], self.sink_pages), mx.inf)
+            weights = mx.concatenate([sure, weights[..., self.sink_pages :]], axis=2)
+        best = self._rows_of(top(weights, wanted))
         start = pages * self._page_size
         others = mx.broadcast_to(mx.arange(start, rows, dtype=mx.int32), (self._batch, self._heads, rows - start))
         return self._stored(mx.concatenate([best, others], axis=2))

@@ -47,6 +47,9 @@ class RocketKVState:
     row_bytes: int = 0
     # Keys and values of the rows just stored, where the store loses something, until they have been attended.
     own: tuple[mx.array, mx.array] | None = None
+    # Keys and values of the first ``sinks`` rows as they came, where the store loses something: all queries look at
+    # them, and what they lose is lost in every output.
+    first: tuple[mx.array, mx.array] | None = None
 
     @classmethod
     def empty(cls, config: RocketKVConfig, layer: LayerSpec) -> RocketKVState:
@@ -59,7 +62,18 @@ class RocketKVState:
         if not self.row_bytes:
             self.row_bytes = (keys.nbytes + values.nbytes) // keys.shape[2]
             self.selector.learn(keys.shape)
-        return self.rows.append(keys, values)
+        held = self.rows.count
+        found = self.rows.append(keys, values)
+        if self.rows.store.lossless or not self.config.sinks:
+            return found
+        if self.first is not None:
+            exact = zip(self.first, found, strict=True)
+            found_keys, found_values = (mx.concatenate([a, b[:, :, a.shape[2] :]], axis=2) for a, b in exact)
+            found = found_keys, found_values
+        if held < self.config.sinks and self.rows.end == self.rows.count:
+            first_keys, first_values = (mx.contiguous(array[:, :, : self.config.sinks]) for array in found)
+            self.first = first_keys, first_values
+        return found
 
     def open_prompt(self) -> None:
         """A prompt begins or goes on: what was chosen among the rows so far is out of date."""
@@ -100,6 +114,9 @@ class RocketKVState:
         before = self.rows.valid()
         self.rows.rewind(self.rows.end - count)
         self.own = None
+        if self.first is not None and self.rows.end < self.first[0].shape[2]:
+            first_keys, first_values = (mx.contiguous(array[:, :, : self.rows.end]) for array in self.first)
+            self.first = (first_keys, first_values) if self.rows.end else None
         if self.recent is not None:
             left = self.recent.shape[2] - count
             self.recent = mx.contiguous(self.recent[:, :, :left, :]) if left > 0 else None
@@ -117,6 +134,8 @@ class RocketKVState:
             arrays["recent"] = self.recent
         if self.sinks is not None:
             arrays["sinks"] = self.sinks
+        if self.first is not None:
+            arrays["first_keys"], arrays["first_values"] = self.first
         values = {"collecting": self.collecting, "scale": self.scale, "row_bytes": self.row_bytes}
         return Snapshot(arrays, {**self.rows.values(), **self.selector.values(), **values})
 
@@ -126,6 +145,9 @@ class RocketKVState:
         state = cls.empty(config, layer)
         arrays, values = dict(snapshot.arrays), snapshot.values
         state.recent, state.sinks = arrays.pop("recent", None), arrays.pop("sinks", None)
+        first_keys, first_values = arrays.pop("first_keys", None), arrays.pop("first_values", None)
+        if first_keys is not None and first_values is not None:
+            state.first = first_keys, first_values
         state.collecting = bool(values["collecting"])
         scale = values["scale"]
         state.scale = None if scale is None else float(scale)
