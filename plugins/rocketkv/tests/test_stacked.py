@@ -81,11 +81,15 @@ def test_what_is_held_is_itemised():
     assert cache.nbytes == details["stage1_bytes"] + details["stage2_aux_bytes"] + details["exact_bytes"]
 
 
+LOSSY = {"prompt_attended_whole": "a later block of a prompt reads the earlier ones as the codec holds them"}
+
+
 class TestPackedRows(MethodTests):
     """Rows ranked on their packed keys."""
 
     method = "rocketkv"
     config = RocketKVConfig(ranking="rows", topk=30, **PACKED)
+    expected_failures = LOSSY
 
 
 class TestPackedRowsCompactSummary(MethodTests):
@@ -93,3 +97,4 @@ class TestPackedRowsCompactSummary(MethodTests):
 
     method = "rocketkv"
     config = RocketKVConfig(summary_bits=4, topk=30, **PACKED)
+    expected_failures = LOSSY
