@@ -104,9 +104,13 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Measure what the adapter between mlx-lm and a method costs."""
+    """Measure what the adapter costs, then run the methods' benchmarks; posargs are the paths of benchmarks to run."""
     _install(session, FOLDERS, group=None)
-    session.run("python", "-m", "veloxquant.bench.adapter", *session.posargs)
+    paths = session.posargs or [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("plugins/*/benchmarks/*.py"))]
+    if not session.posargs:
+        session.run("python", "-m", "veloxquant.bench.adapter")
+    for path in paths:
+        session.run("python", path, env=_openblas(session) if path.endswith("_model.py") else {})
 
 
 @nox.session(default=False, venv_backend="uv")

@@ -121,7 +121,8 @@ class DenseRows:
 
     def gather(self, index: mx.array) -> tuple[mx.array, mx.array]:
         """The rows ``index``, read through one take over whole rows."""
-        return self._rows.gather("keys", index), self._rows.gather("values", index)
+        rows = self._rows.gather_all(index)
+        return rows["keys"], rows["values"]
 
     def select(self, index: mx.array) -> DenseRows:
         """The rows ``index`` as a store of their own."""
