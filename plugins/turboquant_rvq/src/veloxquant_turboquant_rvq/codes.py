@@ -71,6 +71,11 @@ class RowCodes:
         """Bytes of the buffer, spare capacity included."""
         return self._rows.nbytes("codes")
 
+    @property
+    def words(self) -> mx.array:
+        """The buffer ``[B, H, >= count, words]``, spare rows included."""
+        return self._rows.whole("codes")
+
     def append(self, codes: mx.array) -> None:
         """Store codes ``[B, H, S, dim]``."""
         self._rows.append({"codes": pack_rows(codes, self.quantizer)})

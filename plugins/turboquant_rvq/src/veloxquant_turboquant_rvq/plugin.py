@@ -19,6 +19,7 @@ from veloxquant import MethodInfo
 from veloxquant import Snapshot
 from veloxquant import attend_rows
 from veloxquant import hookimpl
+from veloxquant_turboquant_rvq import cuda
 from veloxquant_turboquant_rvq.config import TurboQuantRVQConfig
 from veloxquant_turboquant_rvq.state import TurboQuantRVQState
 from veloxquant_turboquant_rvq.store import TurboQuantRows
@@ -75,6 +76,10 @@ def veloxquant_attend(
     count = state.rows.count
     end = count - fresh.count
     leading = state.leading(end)
+    stored = state.rows.stored()
+    fused = None if stored is None else cuda.attend(stored, queries, fresh, scale, mask, sinks, leading)
+    if fused is not None:
+        return fused
     first = None if leading is None else state.pair(leading, leading.count)
     return attend_rows(state.rows, queries, state.pair(fresh, count), scale, mask, sinks, first=first)
 

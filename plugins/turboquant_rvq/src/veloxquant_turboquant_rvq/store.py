@@ -17,6 +17,7 @@ from veloxquant_turboquant_rvq.blocks import BlockCodes
 from veloxquant_turboquant_rvq.blocks import serves
 from veloxquant_turboquant_rvq.codes import RowCodes
 from veloxquant_turboquant_rvq.config import TurboQuantRVQConfig
+from veloxquant_turboquant_rvq.cuda import Stored
 from veloxquant_turboquant_rvq.quantizer import Quantizer
 from veloxquant_turboquant_rvq.quantizer import quantizer
 
@@ -92,6 +93,15 @@ class TurboQuantRows:
     def values_as_they_came(self) -> mx.array:
         """Values ``[B, Hkv, rows, Dv]``, as a view of their buffer; only where they are not quantized."""
         return self._rows.live("values")
+
+    def stored(self) -> Stored | None:
+        """The buffers as kernels read them, or None where the codes of keys are packed channel by channel."""
+        if not isinstance(self._keys, RowCodes):
+            return None
+        keys = (self.count, self._keys.quantizer, self._keys.words, self._rows.whole("key_scales"))
+        if self._values is None:
+            return Stored(*keys, self._rows.whole("values"))
+        return Stored(*keys, self._values.words, self._values.quantizer, self._rows.whole("value_scales"))
 
     def gather(self, index: mx.array) -> tuple[mx.array, mx.array]:
         """The rows ``index``; no other row is rebuilt."""
