@@ -104,15 +104,19 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Measure what the adapter between mlx-lm and a method costs, or run the benchmarks that posargs name.
-
-    ``nox -s bench -- plugins/NAME/benchmarks/FILE.py`` runs one of a method's own, with what else it is told.
-    """
+    """Measure what the adapter costs, then run every method's benchmarks; posargs are one benchmark and its arguments."""
     _install(session, FOLDERS, group=None)
-    if session.posargs and session.posargs[0].endswith(".py"):
-        session.run("python", *session.posargs)
-    else:
-        session.run("python", "-m", "veloxquant.bench.adapter", *session.posargs)
+    if session.posargs:
+        _bench(session, *session.posargs)
+        return
+    session.run("python", "-m", "veloxquant.bench.adapter")
+    for path in sorted(ROOT.glob("plugins/*/benchmarks/*.py")):
+        _bench(session, str(path.relative_to(ROOT)))
+
+
+def _bench(session: nox.Session, path: str, *arguments: str) -> None:
+    # Steps are timed with the BLAS that the wheel brings, as users have it; what runs a model needs a faster one.
+    session.run("python", path, *arguments, env=_openblas(session) if path.endswith("_model.py") else {})
 
 
 @nox.session(default=False, venv_backend="uv")

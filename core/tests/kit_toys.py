@@ -272,6 +272,9 @@ class RounderRows:
     def taken(self, index):
         return tuple(mx.take_along_axis(part, index[..., None], axis=2) for part in self.parts)
 
+    def select(self, index):
+        return self.dense().select(index)
+
     def gather(self, index):
         parts = self.taken(index)
         return self.decode(*parts[:2]), self.decode(*parts[2:])

@@ -175,13 +175,14 @@ def _broken(toys):
         "past": (with_info(toys, protocol=0), ["protocol 0", "update (registered)"]),
         "config": (with_info(toys, config=dict), ["attrs class", "dict"]),
         "window": (with_info(toys, prompt_window="windw"), ["prompt_window", "windw"]),
+        "exact": (with_info(toys, exact_rows="recnt"), ["exact_rows", "recnt"]),
         "misnamed": (with_info(toys, name="other"), ["other"]),
         "none": (None, ["None"]),
     }
 
 
 BROKEN = ["misspelt", "argument", "raises", "type", "incomplete", "wrapper"]
-BROKEN += ["future", "past", "config", "window", "misnamed", "none"]
+BROKEN += ["future", "past", "config", "window", "exact", "misnamed", "none"]
 
 
 @pytest.mark.parametrize("case", BROKEN)

@@ -1,5 +1,6 @@
 import json
 
+import attrs
 import mlx.core as mx
 import pytest
 from core_test_helpers import facts
@@ -7,8 +8,10 @@ from core_test_helpers import feed
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.cache import RotatingKVCache
 
+from veloxquant import hookimpl
 from veloxquant.attention import unroute
 from veloxquant.build import make_prompt_cache
+from veloxquant.registry import Registry
 from veloxquant.reports import report
 from veloxquant.testing import toys as models
 
@@ -71,6 +74,19 @@ def test_modes_and_trimming(registry, name, true_queries, mode, trim):
     got = report(caches)
     assert got.query_mode == mode
     assert {layer.trim for layer in got.layers} == {trim}
+
+
+@pytest.mark.parametrize(("levels", "trim"), [(0, "exact"), (8, "approximate")])
+def test_a_codec_that_keeps_newest_rows_exact_rewinds_approximately(toys, levels, trim):
+    class Ringed(toys.Coarse):
+        @hookimpl
+        def veloxquant_method(self):
+            return attrs.evolve(super().veloxquant_method(), exact_rows="levels")
+
+    registry = Registry(entry_points=[])
+    registry.register(Ringed())
+    caches = make_prompt_cache(models.tiny_llama(), "coarse", {"levels": levels}, registry=registry)
+    assert {layer.trim for layer in report(caches).layers} == {trim}
 
 
 def test_query_modes_that_differ_are_mixed(proxy, routed):

@@ -106,6 +106,28 @@ def test_scores_and_mixes_are_products_in_fp32(rows, queries, as_numpy, shape, g
     assert np.allclose(np.array(mixed), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_select_is_a_store_of_the_chosen_rows(rows, queries, as_numpy, shape):
+    store, keys, values = filled(rows, [30, 1, 2], **shape)
+    index = ascending(np.random.default_rng(0), shape["batch"], shape["heads"], 33, 7)
+    chosen = store.select(index)
+    assert chosen.count == 7
+    assert np.array_equal(as_numpy(chosen.keys_values()[1]), taken(as_numpy(values), index))
+    q = queries(2, batch=shape["batch"], heads=shape["heads"], dim=shape["key_dim"])
+    expected = np.einsum("bhld,bhnd->bhln", as_numpy(q), taken(as_numpy(keys), index))
+    assert np.allclose(np.array(chosen.scores(q)), expected, atol=1e-4)
+    chosen.append(*rows(1, **shape))
+    assert store.count == 33
+    assert same(store.keys_values()[0], keys)
+
+
+def test_weights_of_fewer_rows_are_those_of_the_first(rows, as_numpy):
+    store, _, values = filled(rows, [20, 3])
+    weights = mx.softmax(mx.random.normal((1, 2, 4, 9)), axis=-1)
+    expected = np.einsum("bhln,bhnd->bhld", np.array(weights), as_numpy(values)[:, :, :9])
+    assert np.allclose(np.array(store.mix(weights)), expected, atol=1e-5)
+
+
 def test_keep_drops_all_others_for_good_and_holds_nothing_more(rows, as_numpy):
     store, keys, _ = filled(rows, [200], batch=3, heads=2)
     index = ascending(np.random.default_rng(1), 3, 2, 200, 50)

@@ -273,6 +273,9 @@ class CoarseRows:
     def gather(self, index):
         return self._dense().gather(index)
 
+    def select(self, index):
+        return self._dense().select(index)
+
     def scores(self, queries):
         return self._dense().scores(queries)
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from veloxquant.positions import PositionedRows
     from veloxquant.reports import report
     from veloxquant.rewind import trim_prompt_cache
+    from veloxquant.row_attention import attend_rows
     from veloxquant.rows import DenseRows
     from veloxquant.rows import RowStore
     from veloxquant.store import load_prompt_cache
@@ -65,6 +66,7 @@ __all__ = [
     "UnsupportedModelError",
     "UnsupportedShapeError",
     "VeloxQuantError",
+    "attend_rows",
     "get_cache",
     "hookimpl",
     "load_prompt_cache",
@@ -85,6 +87,7 @@ _LAZY = {
     "DenseRows": "rows",
     "PositionedRows": "positions",
     "RowStore": "rows",
+    "attend_rows": "row_attention",
     "get_cache": "build",
     "load_prompt_cache": "store",
     "make_prompt_cache": "build",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import attrs
@@ -14,9 +15,14 @@ __all__ = ["GrowingArrays", "flat_index"]
 
 def flat_index(index: mx.array, rows: int) -> mx.array:
     """Turn ``[B, H, k]`` row numbers into row numbers of the ``[B * H * rows, D]`` view."""
-    batch, heads, _ = index.shape
-    first = mx.arange(batch * heads, dtype=mx.int32).reshape(batch, heads, 1) * rows
-    return (index.astype(mx.int32) + first).reshape(-1)
+    return (index.astype(mx.int32) + _first_rows(*index.shape[:2], rows)).reshape(-1)
+
+
+@functools.lru_cache(maxsize=256)
+def _first_rows(batch: int, heads: int, rows: int) -> mx.array:
+    """Number of the first row of every head ``[B, H, 1]`` int32."""
+    # From Python numbers: nothing is left to compute, whichever thread asks first. A step of every layer needs it.
+    return mx.array([[[(one * heads + head) * rows] for head in range(heads)] for one in range(batch)], mx.int32)
 
 
 def _step(capacity: int) -> int:
@@ -65,9 +71,14 @@ class GrowingArrays:
             UnsupportedShapeError: No rows are held.
         """
         # Always a view, also of a full buffer: the buffer object itself is written to after a drop_last.
-        return self._buffer(name)[..., : self.count, :]
+        return self.whole(name)[..., : self.count, :]
 
-    def _buffer(self, name: str) -> mx.array:
+    def whole(self, name: str) -> mx.array:
+        """The buffer itself, spare rows behind those held included: for kernels that would copy a view.
+
+        Raises:
+            UnsupportedShapeError: No rows are held.
+        """
         if name not in self._buffers:
             raise UnsupportedShapeError("no rows are held yet; append some first")
         return self._buffers[name]
@@ -82,14 +93,29 @@ class GrowingArrays:
         Returns:
             ``[B, H, k, D]``.
         """
-        buffer = self._buffer(name)
-        batch, heads, capacity, dim = buffer.shape
-        flat = mx.take(buffer.reshape(-1, dim), flat_index(index, capacity), axis=0)
-        return flat.reshape(batch, heads, index.shape[2], dim)
+        return self._taken(self.whole(name), index.shape[2], flat_index(index, self.whole(name).shape[2]))
+
+    def gather_all(self, index: mx.array) -> dict[str, mx.array]:
+        """As ``gather`` for every array, by name."""
+        if not self._buffers:
+            return {}
+        count, flat = index.shape[2], flat_index(index, next(iter(self._buffers.values())).shape[2])
+        return {name: self._taken(buffer, count, flat) for name, buffer in self._buffers.items()}
+
+    @staticmethod
+    def _taken(buffer: mx.array, count: int, flat: mx.array) -> mx.array:
+        batch, heads, _, dim = buffer.shape
+        return mx.take(buffer.reshape(-1, dim), flat, axis=0).reshape(batch, heads, count, dim)
+
+    def select(self, index: mx.array) -> GrowingArrays:
+        """The rows ``index`` of every array, as an instance of their own that fits exactly."""
+        chosen = GrowingArrays()
+        chosen.load(self.gather_all(index))
+        return chosen
 
     def keep(self, index: mx.array) -> None:
         """Drop all rows but ``index``; the buffers then fit exactly."""
-        self._buffers = {name: self.gather(name, index) for name in self._buffers}
+        self._buffers = self.gather_all(index)
         self.count = self._base = index.shape[2]
 
     def drop_last(self, count: int) -> None:
@@ -111,6 +137,7 @@ class GrowingArrays:
 
     def load(self, arrays: Mapping[str, mx.array]) -> None:
         """Take over what ``arrays`` gave; the buffers then fit exactly."""
+        # Arrays of their own: these buffers are written to.
         self._buffers = {name: mx.array(array) for name, array in arrays.items()}
         if arrays:
             self.count = self._base = next(iter(arrays.values())).shape[2]

@@ -83,6 +83,8 @@ def checked_info(ops: Ops, entry: Entry, origin: str) -> MethodInfo:
         )
     if not attrs.has(info.config):
         raise PluginError(f"{origin}: the config must be an attrs class, {info.config.__name__} is not")
-    if info.prompt_window is not None and info.prompt_window not in attrs.fields_dict(info.config):
-        raise PluginError(f"{origin}: prompt_window names '{info.prompt_window}', which is no option of the config")
+    for field in ("prompt_window", "exact_rows"):
+        option = getattr(info, field)
+        if option is not None and option not in attrs.fields_dict(info.config):
+            raise PluginError(f"{origin}: {field} names '{option}', which is no option of the config")
     return info

@@ -26,7 +26,8 @@ class LayerReport:
         method: Name of the method, or the class of a cache that the model built itself.
         query_mode: ``routed``, ``proxy``, or None where queries play no part; ``routed, queries missing`` when those of
             the last rows did not come.
-        trim: What ``trim`` does: ``exact``, ``approximate`` for deep rewinds of evicted rows, or ``refused``.
+        trim: What ``trim`` does: ``exact``, ``approximate`` when a deep one leaves fewer rows, or codes in
+            the place of exact rows; or ``refused``.
         tokens_seen: Tokens that passed through; in a batch the sum over its sequences, as for all that follows.
         tokens_kept: Rows held per KV head.
         bytes_held: Bytes of the arrays held by this cache alone.
@@ -172,7 +173,9 @@ def _details(count: ByteCount) -> dict[str, Any]:
 def _trim(cache: LayerCache) -> str:
     if not cache.is_trimmable():
         return "refused"
-    return "approximate" if cache.method.info.evicts else "exact"
+    info = cache.method.info
+    lossy = info.evicts or (info.exact_rows is not None and getattr(cache.config, info.exact_rows) > 0)
+    return "approximate" if lossy else "exact"
 
 
 def _native(index: int, cache: Any) -> LayerReport:

@@ -16,7 +16,7 @@ import mlx.core as mx
 from veloxquant.buffers import GrowingArrays
 from veloxquant.types import ByteCount
 
-__all__ = ["DenseRows", "RowStore", "grouped"]
+__all__ = ["DenseRows", "RowStore", "grouped", "weighted"]
 
 
 @runtime_checkable
@@ -43,11 +43,20 @@ class RowStore(Protocol):
     def gather(self, index: mx.array) -> tuple[mx.array, mx.array]:
         """The rows ``index`` in the input dtype; no other row is rebuilt."""
 
+    def select(self, index: mx.array) -> RowStore:
+        """The rows ``index`` in the stored form, as a store of their own; no row is rebuilt.
+
+        Its ``scores`` and ``mix`` attend to the chosen rows alone.
+        """
+
     def scores(self, queries: mx.array) -> mx.array:
         """Products of queries and keys ``[B, Hq, L, rows]`` in fp32, unscaled and unmasked."""
 
     def mix(self, weights: mx.array) -> mx.array:
-        """Sums of values weighted by fp32 ``weights``: ``[B, Hq, L, Dv]`` in fp32."""
+        """Sums of values weighted by fp32 ``weights``: ``[B, Hq, L, Dv]`` in fp32.
+
+        Weights ``[B, Hq, L, n]`` of fewer than all rows are those of the first n.
+        """
 
     def keep(self, index: mx.array) -> None:
         """Drop all rows but ``index`` for good."""
@@ -69,6 +78,24 @@ def grouped(queries: mx.array, kv_heads: int) -> mx.array:
     """Reshape ``[B, Hq, L, D]`` to ``[B, Hkv, G * L, D]``, so that one product serves a group of heads."""
     batch, heads, length, dim = queries.shape
     return queries.reshape(batch, kv_heads, heads // kv_heads * length, dim)
+
+
+def weighted(weights: mx.array, values: mx.array) -> mx.array:
+    """Sums of values with fp32 weights.
+
+    On a GPU half-precision values are not cast, which would cost more than the product: the weights are rounded to
+    their dtype instead, as fused attention kernels do, and sums are fp32 inside.
+
+    Args:
+        weights: ``[B, Hkv, M, n]`` fp32.
+        values: ``[B, Hkv, n, Dv]``.
+
+    Returns:
+        ``[B, Hkv, M, Dv]`` fp32.
+    """
+    if mx.default_device().type == mx.DeviceType.gpu:
+        return (weights.astype(values.dtype) @ values).astype(mx.float32)
+    return weights @ values.astype(mx.float32)
 
 
 @attrs.define(eq=False)
@@ -94,7 +121,12 @@ class DenseRows:
 
     def gather(self, index: mx.array) -> tuple[mx.array, mx.array]:
         """The rows ``index``, read through one take over whole rows."""
-        return self._rows.gather("keys", index), self._rows.gather("values", index)
+        rows = self._rows.gather_all(index)
+        return rows["keys"], rows["values"]
+
+    def select(self, index: mx.array) -> DenseRows:
+        """The rows ``index`` as a store of their own."""
+        return DenseRows(self._rows.select(index))
 
     def scores(self, queries: mx.array) -> mx.array:
         """Products of queries and keys ``[B, Hq, L, rows]`` in fp32."""
@@ -106,9 +138,9 @@ class DenseRows:
 
     def mix(self, weights: mx.array) -> mx.array:
         """Sums of values weighted by ``weights``, ``[B, Hq, L, Dv]`` in fp32."""
-        values = self._rows.live("values")
+        values = self._rows.live("values")[:, :, : weights.shape[3]]
         batch, heads, length, _ = weights.shape
-        product = grouped(weights, values.shape[1]).astype(mx.float32) @ values.astype(mx.float32)
+        product = weighted(grouped(weights, values.shape[1]).astype(mx.float32), values)
         return product.reshape(batch, heads, length, values.shape[3])
 
     def keep(self, index: mx.array) -> None:

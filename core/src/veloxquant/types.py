@@ -50,6 +50,8 @@ class MethodInfo:
         evicts: True when prompt rows are dropped for good; a proxy cache of such a method cannot be trimmed.
         prompt_window: Name of the config option that says how many of the prompt's last queries the method looks
             at; a block of at least that many rows counts as prompt. None: blocks of 32 rows do.
+        exact_rows: Name of the config option that says how many of the newest rows a codec attends to as they came;
+            unless that is 0, a rewind of more than 64 tokens is approximate, for older rows are left as codes.
         protocol: Version of the hook protocol that the plugin was written for.
     """
 
@@ -63,6 +65,7 @@ class MethodInfo:
     )
     evicts: bool = attrs.field(default=False, validator=instance_of(bool))
     prompt_window: str | None = attrs.field(default=None)
+    exact_rows: str | None = attrs.field(default=None)
     protocol: int = attrs.field(default=PROTOCOL, validator=instance_of(int))
 
 

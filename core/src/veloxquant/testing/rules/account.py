@@ -113,7 +113,8 @@ def check_account_details(subject: Subject) -> None:
             plain = value is None or isinstance(value, int | float | str)
             require(plain, f"{name}: the detail {key} is a {type(value).__name__}")
             if key.endswith("bytes") and isinstance(value, int):
-                limit = count.held + count.static
+                # What begins with "dense" says what rows would take as they came.
+                limit = cache.plain_nbytes if key.startswith("dense") else count.held + count.static
                 require(0 <= value <= limit, f"{name}: the detail {key} is {value}, of {limit} bytes in all")
 
 

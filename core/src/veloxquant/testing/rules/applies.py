@@ -22,6 +22,7 @@ __all__ = [
     "layers_of",
     "once",
     "reason_to_skip",
+    "returning_all",
     "routed",
     "sinks",
     "storing",
@@ -81,6 +82,13 @@ def routed(subject: Subject) -> str | None:
     if subject.method.ops.attend is None:
         return "the method has no attend hook"
     return None if subject.routed else "there are no true queries"
+
+
+def returning_all(subject: Subject) -> str | None:
+    """A step gets back every row held; only a sparse method without an attention of its own returns fewer."""
+    if subject.method.info.kind == "sparse" and not subject.routed:
+        return "in proxy mode a sparse method returns the rows that it chose, so those held cannot be told from them"
+    return None
 
 
 def evicting(subject: Subject) -> str | None:

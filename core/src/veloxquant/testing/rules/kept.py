@@ -18,6 +18,7 @@ from veloxquant.testing.driver import step
 from veloxquant.testing.failures import require
 from veloxquant.testing.rules.applies import evicting
 from veloxquant.testing.rules.applies import in_layers
+from veloxquant.testing.rules.applies import returning_all
 from veloxquant.testing.rules.applies import sinks
 from veloxquant.testing.rules.applies import when
 from veloxquant.testing.subject import LATER
@@ -97,6 +98,7 @@ def check_keys_fit_values(subject: Subject) -> None:
         require(wrong == 0, f"{wrong} of {by_keys.size} held rows have the key of one token and the value of another")
 
 
+@when(returning_all)
 @in_layers(0, 1)
 def check_newest_row_held(subject: Subject) -> None:
     """A decoded row is still held when the next one comes, right before it, at every one of 150 steps."""
@@ -111,6 +113,7 @@ def check_newest_row_held(subject: Subject) -> None:
         )
 
 
+@when(returning_all)
 def check_block_rows_held(subject: Subject) -> None:
     """The rows of a short block, soon or long after the prompt, are all held when the next token comes."""
     size = max(1, min(4, subject.window - 1))
@@ -142,7 +145,7 @@ def check_layers_alike(subject: Subject) -> None:
             )
 
 
-@when(sinks)
+@when(sinks, returning_all)
 @in_layers(0, 1)
 def check_sinks_held(subject: Subject) -> None:
     """The first ``sinks`` tokens are held in every head, after prompts in any chunks, long answers, later prompts."""

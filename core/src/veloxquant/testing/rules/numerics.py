@@ -12,6 +12,8 @@ from veloxquant.testing.driver import numbers
 from veloxquant.testing.driver import require_equal
 from veloxquant.testing.driver import step
 from veloxquant.testing.failures import require
+from veloxquant.testing.rules.applies import returning_all
+from veloxquant.testing.rules.applies import when
 from veloxquant.testing.subject import Subject
 
 
@@ -53,6 +55,7 @@ def check_extreme_values(subject: Subject) -> None:
     _finite(subject.shaped(dtype="bfloat16"), large, "rows scaled by 20,000 in bfloat16")
 
 
+@when(returning_all)
 def check_nan_visible(subject: Subject) -> None:
     """A NaN stays in its head, and is not hidden there."""
     one = subject.shaped(kv_heads=2)

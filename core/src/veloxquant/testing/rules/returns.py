@@ -19,6 +19,7 @@ from veloxquant.testing.failures import require
 from veloxquant.testing.rules.applies import dense
 from veloxquant.testing.rules.applies import evicting
 from veloxquant.testing.rules.applies import in_layers
+from veloxquant.testing.rules.applies import returning_all
 from veloxquant.testing.rules.applies import routed
 from veloxquant.testing.rules.applies import when
 from veloxquant.testing.subject import Subject
@@ -53,6 +54,7 @@ def check_own_rows_exact(subject: Subject) -> None:
         start += size
 
 
+@when(returning_all)
 def check_held_rows_first(subject: Subject) -> None:
     """A call returns as many rows as were held before it, and then its own."""
     cuts = _calls(subject)

@@ -13,6 +13,8 @@ from veloxquant.testing.driver import require_like
 from veloxquant.testing.driver import step
 from veloxquant.testing.failures import RuleFailure
 from veloxquant.testing.failures import require
+from veloxquant.testing.rules.applies import returning_all
+from veloxquant.testing.rules.applies import when
 from veloxquant.testing.subject import Subject
 
 HEAD_DIMS = (32, 40, 56, 64, 80, 96, 112, 128, 192, 256)
@@ -83,6 +85,7 @@ def check_head_dims(subject: Subject) -> None:
         _works_or_refuses(one, f"head dim {dim}")
 
 
+@when(returning_all)
 def check_counts_are_tokens(subject: Subject) -> None:
     """Tokens seen and kept are tokens, whatever the number of sequences and heads."""
     kept = set()

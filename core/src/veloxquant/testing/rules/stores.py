@@ -49,7 +49,7 @@ def _index(subject: Subject) -> mx.array:
 
 @when(storing, once)
 def check_store_reads(subject: Subject) -> None:
-    """``gather``, ``scores`` and ``mix`` of a row store agree with the rows that ``keys_values`` gives."""
+    """What a row store gathers, selects, scores and mixes agrees with the rows that ``keys_values`` gives."""
     rows = subject.rows(_COUNT)
     store = _filled(subject, rows, [_COUNT])
     require(isinstance(store, RowStore), f"veloxquant_rows made a {type(store).__name__}, which is no RowStore")
@@ -67,7 +67,17 @@ def check_store_reads(subject: Subject) -> None:
     require(scores.dtype == mx.float32, f"scores are {scores.dtype}")
     require_like(scores, queries @ mx.repeat(keys, group, axis=1).swapaxes(2, 3), "scores", 1e-2)
     weights = mx.softmax(scores * subject.shape.key_dim**-0.5, axis=-1)
-    require_like(store.mix(weights), weights @ mx.repeat(values, group, axis=1), "mixed values", 1e-2)
+    repeated = mx.repeat(values, group, axis=1)
+    require_like(store.mix(weights), weights @ repeated, "mixed values", 1e-2)
+    part = weights[..., : _COUNT // 2]
+    require_like(store.mix(part), part @ repeated[:, :, : _COUNT // 2], "mixed values of the first rows", 1e-2)
+    chosen = store.select(index)
+    for name, got, gathered in zip(("keys", "values"), chosen.keys_values(), store.gather(index), strict=True):
+        require_equal(got, gathered, f"selected {name}")
+    places = mx.repeat(index, group, axis=1)[:, :, None]
+    expected = mx.take_along_axis(scores, mx.broadcast_to(places, (*scores.shape[:3], index.shape[2])), axis=3)
+    require_like(chosen.scores(queries), expected, "scores of selected rows", 1e-4)
+    require(store.count == _COUNT, "selecting rows changed the store")
 
 
 @when(storing, once)

@@ -1,0 +1,109 @@
+"""Attention over rows in their stored form, with the newest rows exactly as they came."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from veloxquant.attention import causal_mask
+from veloxquant.errors import RoutingError
+from veloxquant.rows import RowStore
+from veloxquant.rows import grouped
+
+__all__ = ["attend_rows", "masked_weights"]
+
+
+def attend_rows(
+    store: RowStore,
+    queries: mx.array,
+    last: tuple[mx.array, mx.array],
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None = None,
+    *,
+    first: tuple[mx.array, mx.array] | None = None,
+) -> mx.array:
+    """Attend to the stored rows through ``scores`` and ``mix``; no stored row is rebuilt.
+
+    The last rows, and the first if they are given, count as they are given and not as the store holds them: a call's
+    own rows lose nothing.
+
+    Args:
+        store: All rows.
+        queries: Queries of the last L rows ``[B, Hq, L, Dk]``.
+        last: Keys and values of the last E rows ``[B, Hkv, E, D]``, E >= L.
+        scale: Factor on the logits.
+        mask: None, ``"causal"``, or an array that broadcasts to ``[B, Hq, L, rows]``.
+        sinks: Sink logits ``[Hq]``, or None.
+        first: Keys and values of the first F rows, F + E at most all rows; or None.
+
+    Returns:
+        ``[B, Hq, L, Dv]`` in the dtype of the queries.
+
+    Raises:
+        RoutingError: An array mask does not fit the rows.
+    """
+    end = store.count - last[0].shape[2]
+    start = 0 if first is None else first[0].shape[2]
+    parts = [_product(queries, last[0])]
+    if start < end:
+        parts.insert(0, store.scores(queries)[..., start:end])
+    if first is not None:
+        parts.insert(0, _product(queries, first[0]))
+    weights = masked_weights(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1), scale, mask, sinks)
+    output = _mix(weights[..., end:], last[1])
+    if start < end:
+        inner = weights[..., start:end]
+        output = output + store.mix(mx.pad(inner, [(0, 0), (0, 0), (0, 0), (start, 0)]) if start else inner)
+    if first is not None:
+        output = output + _mix(weights[..., :start], first[1])
+    if queries.dtype == mx.float16:
+        # Rows near the limit of fp16 may be beyond it after rounding.
+        output = mx.clip(output, -65504.0, 65504.0)
+    return output.astype(queries.dtype)
+
+
+def masked_weights(
+    logits: mx.array, scale: float, mask: mx.array | str | None, sinks: mx.array | None = None
+) -> mx.array:
+    """Softmax of logits under a mask.
+
+    Args:
+        logits: ``[B, Hq, L, rows]`` fp32, unscaled; the queries are those of the last L rows.
+        scale: Factor on the logits.
+        mask: None, ``"causal"``, or an array that broadcasts to the logits: bool (True: attend) or added.
+        sinks: Sink logits ``[Hq]``, which take part in the sum and get no weight here, or None.
+
+    Returns:
+        Weights of the same shape, fp32.
+
+    Raises:
+        RoutingError: An array mask does not fit the rows.
+    """
+    length, rows = logits.shape[2:]
+    logits = logits * scale
+    if isinstance(mask, str):
+        mask = causal_mask(length, rows) if length > 1 else None
+    if mask is not None:
+        if mask.shape[-1] not in (1, rows):
+            raise RoutingError(
+                f"the model's mask covers {mask.shape[-1]} rows where the cache holds {rows}: layers that hold "
+                "different numbers of rows cannot share one mask array; use a method that keeps all layers alike"
+            )
+        # The lowest finite number and not -inf: a row that masks everything must not become NaN.
+        logits = mx.where(mask, logits, mx.finfo(mx.float32).min) if mask.dtype == mx.bool_ else logits + mask
+    if sinks is None:
+        return mx.softmax(logits, axis=-1, precise=True)
+    column = mx.broadcast_to(sinks.astype(mx.float32).reshape(1, -1, 1, 1), (*logits.shape[:3], 1))
+    return mx.softmax(mx.concatenate([column, logits], axis=-1), axis=-1, precise=True)[..., 1:]
+
+
+def _product(queries: mx.array, keys: mx.array) -> mx.array:
+    batch, heads, length, _ = queries.shape
+    stacked = grouped(queries, keys.shape[1]).astype(mx.float32)
+    return (stacked @ keys.astype(mx.float32).swapaxes(-1, -2)).reshape(batch, heads, length, keys.shape[2])
+
+
+def _mix(weights: mx.array, values: mx.array) -> mx.array:
+    batch, heads, length, _ = weights.shape
+    product = grouped(weights, values.shape[1]) @ values.astype(mx.float32)
+    return product.reshape(batch, heads, length, values.shape[3])

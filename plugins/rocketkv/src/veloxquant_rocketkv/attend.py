@@ -1,0 +1,151 @@
+"""Attention over the rows that were chosen, and over all rows where nothing is to be chosen."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from veloxquant import RoutingError
+from veloxquant import attend_rows
+from veloxquant.attention import attention
+from veloxquant.attention import live_mask
+from veloxquant_rocketkv.state import RocketKVState
+
+__all__ = ["attend_all", "attend_chosen", "read_chosen"]
+
+
+def attend_all(
+    state: RocketKVState,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attend to every row returned, around those that a rewind left dead.
+
+    Raises:
+        RoutingError: Dead rows and a mask array of the model come together.
+    """
+    valid = state.rows.valid()
+    if valid is not None:
+        if isinstance(mask, mx.array):
+            raise RoutingError(
+                "rocketkv cannot combine a mask array of the model with rows that were rewound head by head; "
+                "start a new cache instead of rewinding into the evicted prompt"
+            )
+        mask = live_mask(valid[..., : keys.shape[2]], queries.shape[1], queries.shape[2])
+    return attention(queries, keys, values, scale, mask, sinks)
+
+
+def attend_chosen(
+    state: RocketKVState,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attend to the rows that each query chooses; the queries of a block choose one by one, as they would alone.
+
+    Args:
+        state: State of the layer, the rows of the queries stored.
+        queries: ``[B, Hq, S, Dk]``.
+        keys: All rows, unread unless a query chooses all of them.
+        values: As ``keys``.
+        scale: Factor on the logits.
+        mask: None or ``"causal"``.
+        sinks: Sink logits ``[Hq]``, or None.
+
+    Returns:
+        ``[B, Hq, S, Dv]``.
+
+    Raises:
+        RoutingError: The model brings a mask array and rows are to be chosen.
+    """
+    if state.selector.chooses_all:
+        return _attend_whole(state, queries, keys, values, scale, mask, sinks)
+    if isinstance(mask, mx.array):
+        raise RoutingError(
+            "rocketkv chooses rows head by head and cannot apply a mask array of the model to them; use snapkv, or "
+            "stage1=False with a topk that covers all rows"
+        )
+    length = queries.shape[2]
+    outputs = [
+        _attend_one(state, queries[:, :, place : place + 1], keys, values, scale, sinks, place - length)
+        for place in range(length)
+    ]
+    state.own = None
+    return outputs[0] if length == 1 else mx.concatenate(outputs, axis=2)
+
+
+def _attend_whole(
+    state: RocketKVState,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attend to all rows, in their stored form where that is another one than they came in."""
+    own, state.own = state.own, None
+    if own is None or isinstance(mask, mx.array):
+        return attend_all(state, queries, keys, values, scale, mask, sinks)
+    valid = state.rows.valid()
+    alive = mask if valid is None else live_mask(valid, queries.shape[1], queries.shape[2])
+    first = state.first if state.rows.count - own[0].shape[2] >= state.config.sinks else None
+    return attend_rows(state.rows.store, queries, own, scale, alive, sinks, first=first)
+
+
+def _attend_one(
+    state: RocketKVState,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    sinks: mx.array | None,
+    place: int,
+) -> mx.array:
+    """Attention of one token of a block, counted from its end: -1 is the newest."""
+    count = state.rows.count + place + 1
+    index = state.selector.choose(queries, scale, count)
+    if index is None:
+        seen = keys[:, :, :count], values[:, :, :count]
+        return attend_all(state, queries, *seen, scale, None, sinks)
+    mask = _mask(state, index, queries.shape[1])
+    if state.own is None or not state.config.keep_recent:
+        return attention(queries, *state.rows.store.gather(index), scale, mask, sinks)
+    # The row of the token itself, the last one, counts as it came, and so do the sinks; others are read as stored.
+    first = state.first if state.selector.reads_sinks(index.shape[2]) else None
+    chosen, own = state.rows.store.select(index), _own(state.own, place)
+    return attend_rows(chosen, queries, own, scale, mask, sinks, first=first)
+
+
+def _own(rows: tuple[mx.array, mx.array], place: int) -> tuple[mx.array, mx.array]:
+    """Key and value of one token of a block."""
+    keys, values = (array[:, :, place:][:, :, :1] for array in rows)
+    return keys, values
+
+
+def _mask(state: RocketKVState, index: mx.array, query_heads: int) -> mx.array | None:
+    """Which of the chosen rows are live ``[B, Hq, 1, k]``; None when all are."""
+    valid = state.rows.valid()
+    if valid is None:
+        return None
+    alive = mx.take_along_axis(valid, index, axis=2)
+    batch, heads, count = alive.shape
+    return mx.repeat(alive, query_heads // heads, axis=1).reshape(batch, query_heads, 1, count)
+
+
+def read_chosen(state: RocketKVState, keys: mx.array) -> tuple[mx.array, mx.array] | None:
+    """The rows that a key chooses in place of a query, the row itself last and as it came; None for all rows."""
+    index = state.selector.choose(keys, keys.shape[3] ** -0.5)
+    if index is None:
+        return None
+    chosen = state.rows.store.gather(index)
+    if state.own is None or not state.config.keep_recent:
+        return chosen
+    first, second = (mx.concatenate([a[:, :, :-1], b], axis=2) for a, b in zip(chosen, state.own, strict=True))
+    return first, second

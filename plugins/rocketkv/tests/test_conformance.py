@@ -1,0 +1,60 @@
+"""The conformance kit of the core, run on RocketKV."""
+
+from veloxquant.testing import MethodTests
+from veloxquant_rocketkv import RocketKVConfig
+
+DENSE = {"stage1": False, "topk": 10**6}
+KEEPS_ALL = {
+    "eviction_declared": "the method evicts, but this option keeps every row",
+    "later_prompt_evicts": "as above",
+}
+
+
+class TestDefault(MethodTests):
+    """As it comes: a ratio of 8."""
+
+    method = "rocketkv"
+    dense_config = DENSE
+
+
+class TestSmall(MethodTests):
+    """Pages of three, few channels, few rows read, a short window."""
+
+    method = "rocketkv"
+    config = RocketKVConfig(
+        compression_ratio=12, page_size=3, head_topk1=9, window=16, sinks=2, kernel_size=5, topk=12, keep_recent=2
+    )
+    dense_config = DENSE
+
+
+class TestSingleRows(MethodTests):
+    """Pages of one row, nothing kept for being new."""
+
+    method = "rocketkv"
+    config = RocketKVConfig(compression_ratio=2, keep_recent=0, topk=20)
+    dense_config = RocketKVConfig(stage1=False, page_size=1, topk=10**6)
+
+
+class TestExactRanking(MethodTests):
+    """Rows ranked by their exact scores."""
+
+    method = "rocketkv"
+    config = RocketKVConfig(ranking="rows", topk=30)
+    dense_config = RocketKVConfig(ranking="rows", stage1=False, topk=10**6)
+
+
+class TestWithoutStage1(MethodTests):
+    """Sparse attention over the whole prompt."""
+
+    method = "rocketkv"
+    config = RocketKVConfig(stage1=False, topk=24)
+    dense_config = DENSE
+    expected_failures = KEEPS_ALL
+
+
+class TestMultiTurn(MethodTests):
+    """The full history, filtered at each turn."""
+
+    method = "rocketkv"
+    config = RocketKVConfig(multi_turn=True, topk=24)
+    expected_failures = KEEPS_ALL

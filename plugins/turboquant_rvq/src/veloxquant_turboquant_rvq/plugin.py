@@ -1,0 +1,115 @@
+"""TurboQuant-RVQ: every token is kept; keys, and values if asked for, are rotated and packed to a few bits each.
+
+A seeded rotation spreads each vector evenly over its coordinates, which can then share one small codebook. Attention
+rotates the query instead of the keys and reads the packed codes as they are.
+
+Paper: Zandieh et al., TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate, arXiv:2504.19874, for
+rotation and codebook; the residual stage is a variant of it that is not in the paper.
+Differs from the paper in: two stages; the scale of a vector is the one with the least error for its codes, not its
+norm; the newest tokens stay in full precision too; two rounds of signs and Hadamard where they serve the dimension.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from veloxquant import ByteCount
+from veloxquant import LayerSpec
+from veloxquant import MethodInfo
+from veloxquant import Snapshot
+from veloxquant import attend_rows
+from veloxquant import hookimpl
+from veloxquant_turboquant_rvq import cuda
+from veloxquant_turboquant_rvq.config import TurboQuantRVQConfig
+from veloxquant_turboquant_rvq.state import TurboQuantRVQState
+from veloxquant_turboquant_rvq.store import TurboQuantRows
+
+INFO = MethodInfo(
+    name="turboquant_rvq",
+    config=TurboQuantRVQConfig,
+    summary="keep every token, with keys (and values) rotated and packed to 2 to 8 bits a coordinate",
+    kind="codec",
+    paper="arXiv:2504.19874",
+    exact_rows="recent",
+)
+
+MOST_QUERIES = 8
+"""Longest block that is attended to on the packed form; for longer ones rebuilding the keys once is cheaper."""
+
+
+@hookimpl
+def veloxquant_method() -> MethodInfo:
+    """Describe TurboQuant-RVQ."""
+    return INFO
+
+
+@hookimpl
+def veloxquant_create(config: TurboQuantRVQConfig, layer: LayerSpec) -> TurboQuantRVQState:
+    """Make an empty state."""
+    return TurboQuantRVQState.empty(config, layer)
+
+
+@hookimpl
+def veloxquant_prefill(state: TurboQuantRVQState, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    """Pack prompt rows."""
+    return state.append(keys, values)
+
+
+@hookimpl
+def veloxquant_decode(state: TurboQuantRVQState, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    """Pack decoded rows."""
+    return state.append(keys, values)
+
+
+@hookimpl
+def veloxquant_attend(
+    state: TurboQuantRVQState,
+    queries: mx.array,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None,
+) -> mx.array | None:
+    """Attend on the packed form where that is faster than over rebuilt rows."""
+    fresh, state.fresh = state.fresh, None
+    if fresh is None or queries.shape[2] > MOST_QUERIES or fresh.count == state.rows.count:
+        return None
+    count = state.rows.count
+    end = count - fresh.count
+    leading = state.leading(end)
+    stored = state.rows.stored()
+    fused = None if stored is None else cuda.attend(stored, queries, fresh, scale, mask, sinks, leading)
+    if fused is not None:
+        return fused
+    first = None if leading is None else state.pair(leading, leading.count)
+    return attend_rows(state.rows, queries, state.pair(fresh, count), scale, mask, sinks, first=first)
+
+
+@hookimpl
+def veloxquant_account(state: TurboQuantRVQState) -> ByteCount:
+    """Count the arrays held."""
+    return state.account()
+
+
+@hookimpl
+def veloxquant_trim(state: TurboQuantRVQState, count: int) -> int:
+    """Forget the last tokens; exact for up to 64 since the last new ones, and for any number without recent rows."""
+    state.trim(count)
+    return count
+
+
+@hookimpl
+def veloxquant_serialize(state: TurboQuantRVQState) -> Snapshot:
+    """Take everything."""
+    return state.snapshot()
+
+
+@hookimpl
+def veloxquant_restore(config: TurboQuantRVQConfig, layer: LayerSpec, snapshot: Snapshot) -> TurboQuantRVQState:
+    """Rebuild a state."""
+    return TurboQuantRVQState.restored(config, layer, snapshot.arrays)
+
+
+@hookimpl
+def veloxquant_rows(config: TurboQuantRVQConfig) -> TurboQuantRows:
+    """Make a store whose rows can be gathered without being rebuilt."""
+    return TurboQuantRows(config)

@@ -1,0 +1,145 @@
+"""What TurboQuant-RVQ holds of one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import mlx.core as mx
+
+from veloxquant import ByteCount
+from veloxquant import LayerSpec
+from veloxquant import Snapshot
+from veloxquant_turboquant_rvq.config import TurboQuantRVQConfig
+from veloxquant_turboquant_rvq.exact import ExactRows
+from veloxquant_turboquant_rvq.store import TurboQuantRows
+
+__all__ = ["SPARE", "TurboQuantRVQState"]
+
+SPARE = 64
+"""Rows beyond ``recent`` that stay as they came, so that rewinds of up to as many tokens are exact."""
+
+
+@attrs.define(eq=False)
+class TurboQuantRVQState:
+    """All rows packed, and copies of the first and the newest ones as they came.
+
+    Args:
+        config: Options of the method.
+        layer: The layer served.
+        rows: All rows.
+    """
+
+    config: TurboQuantRVQConfig
+    layer: LayerSpec
+    rows: TurboQuantRows
+    # As they came: the first rows, at most ``sinks``, and the newest, at most ``recent + SPARE``.
+    first: ExactRows | None = None
+    newest: ExactRows | None = None
+    # Between a call and its attention: the recent rows and the call's own.
+    fresh: ExactRows | None = None
+
+    @classmethod
+    def empty(cls, config: TurboQuantRVQConfig, layer: LayerSpec) -> TurboQuantRVQState:
+        """A state that has seen nothing."""
+        # On a GPU the kernels for codes packed row by row are the fast ones; the method's page has figures.
+        return cls(config, layer, TurboQuantRows(config, blocked=mx.default_device().type == mx.DeviceType.cpu))
+
+    def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store new rows.
+
+        Args:
+            keys: ``[B, Hkv, S, Dk]``.
+            values: ``[B, Hkv, S, Dv]``.
+
+        Returns:
+            The rows held before, recent and first ones as they came, followed by the new rows.
+        """
+        before = self.rows.count
+        new = ExactRows(keys, values if self.config.value_bits else None)
+        self.rows.append(keys, values)
+        fresh = new if self.newest is None else self._recent().followed_by(new)
+        self.fresh = fresh if self.layer.routed else None
+        if before < self.config.sinks:
+            first = new if self.first is None else self.first.followed_by(new)
+            self.first = first.part(0, self.config.sinks)
+        if self.config.recent:
+            newest = new if self.newest is None else self.newest.followed_by(new)
+            self.newest = newest.part(max(0, newest.count - self.config.recent - SPARE), newest.count)
+        return self._returned(fresh)
+
+    def _recent(self) -> ExactRows:
+        assert self.newest is not None  # the caller has looked
+        return self.newest.part(max(0, self.newest.count - self.config.recent), self.newest.count)
+
+    def _returned(self, fresh: ExactRows) -> tuple[mx.array, mx.array]:
+        """All rows, those of them that are held as they came in the place of what was packed."""
+        end = self.rows.count - fresh.count
+        if end == 0:
+            return fresh.keys, self._values_of(fresh, self.rows.count)
+        # Only now, after the new rows were written: a view taken before would keep the buffer from being written in
+        # place.
+        keys, values = self.rows.keys_values()
+        parts = [ExactRows(keys[:, :, :end], values[:, :, :end] if self.config.value_bits else None), fresh]
+        first = self.leading(end)
+        if first is not None:
+            parts[0] = first.followed_by(parts[0].part(first.count, end))
+        whole = parts[0].followed_by(fresh)
+        return whole.keys, values if whole.values is None else whole.values
+
+    def leading(self, end: int) -> ExactRows | None:
+        """The first rows as they came, none of them at or beyond ``end``."""
+        return None if self.first is None or end == 0 else self.first.part(0, min(self.first.count, end))
+
+    def _values_of(self, exact: ExactRows, end: int) -> mx.array:
+        """Values of exact rows that end before row ``end``."""
+        if exact.values is not None:
+            return exact.values
+        return self.rows.values_as_they_came()[:, :, end - exact.count : end]
+
+    def pair(self, exact: ExactRows, end: int) -> tuple[mx.array, mx.array]:
+        """Keys and values of exact rows that end before row ``end``."""
+        return exact.keys, self._values_of(exact, end)
+
+    def trim(self, count: int) -> None:
+        """Forget the last ``count`` tokens."""
+        self.rows.drop_last(count)
+        self.fresh = None
+        if self.first is not None and self.first.count > self.rows.count:
+            self.first = self.first.part(0, self.rows.count)
+        if self.newest is not None:
+            left = self.newest.count - count
+            self.newest = self.newest.part(0, left) if left > 0 else None
+
+    def account(self) -> ByteCount:
+        """Bytes of packed rows, and of copies."""
+        count = self.rows.account()
+        copies = [rows.nbytes for rows in (self.first, self.newest, self.fresh) if rows is not None]
+        keys, values = (sum(sizes[part] for sizes in copies) for part in (0, 1))
+        details = {**count.details, "exact_key_bytes": keys, "exact_value_bytes": values}
+        return attrs.evolve(count, keys=count.keys + keys, values=count.values + values, rows=None, details=details)
+
+    def snapshot(self) -> Snapshot:
+        """Everything, as arrays."""
+        arrays = dict(self.rows.arrays())
+        for name, rows in (("first", self.first), ("newest", self.newest)):
+            if rows is not None:
+                arrays[f"{name}_keys"] = rows.keys
+                if rows.values is not None:
+                    arrays[f"{name}_values"] = rows.values
+        return Snapshot(arrays)
+
+    @classmethod
+    def restored(
+        cls, config: TurboQuantRVQConfig, layer: LayerSpec, arrays: Mapping[str, mx.array]
+    ) -> TurboQuantRVQState:
+        """A state equal to the one that ``snapshot`` was taken of."""
+        state = cls.empty(config, layer)
+        names = ("first", "newest")
+        exact = {f"{name}_{part}" for name in names for part in ("keys", "values")}
+        state.rows.load({name: array for name, array in arrays.items() if name not in exact})
+        state.first, state.newest = (
+            ExactRows(arrays[f"{name}_keys"], arrays.get(f"{name}_values")) if f"{name}_keys" in arrays else None
+            for name in names
+        )
+        return state
