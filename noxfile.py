@@ -104,7 +104,7 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Measure what the adapter costs, then run every method's benchmarks; posargs are one benchmark and its arguments."""
+    """Measure the adapter and run every method's benchmarks; posargs are one benchmark and its arguments."""
     _install(session, FOLDERS, group=None)
     if session.posargs:
         _bench(session, *session.posargs)

@@ -2,6 +2,8 @@
 
 from typing import ClassVar
 
+import pytest
+
 from veloxquant.testing import MethodTests
 from veloxquant_a2ats import A2ATSConfig
 
@@ -19,6 +21,7 @@ class TestCompress(MethodTests):
     expected_failures = BY_DESIGN
 
 
+@pytest.mark.slow
 class TestCompressSmall(MethodTests):
     """A short window, fine sub-vectors with long codes, every token coded query-aware."""
 
@@ -38,6 +41,7 @@ class TestRetrieve(MethodTests):
     dense_config = A2ATSConfig(mode="retrieve", allow_uncalibrated=True, retrieval_fraction=1.0)
 
 
+@pytest.mark.slow
 class TestRetrievePerHead(MethodTests):
     """The union of what every query head chooses."""
 
