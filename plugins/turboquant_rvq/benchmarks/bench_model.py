@@ -8,6 +8,7 @@ is measured too where it is installed, and snapkv over packed rows. OpenBLAS mak
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import time
 from collections.abc import Callable
@@ -70,10 +71,10 @@ def arms(model: Any) -> dict[str, Callable[[], list[Any]]]:
 
 def peers(layers: int, bits: int) -> list[Any]:
     """Caches of the method of the same name in veloxquant-mlx."""
-    from veloxquant_mlx.cache.factory import KVCacheBuilder, KVCacheConfig  # isort: skip
+    base = importlib.import_module("veloxquant_mlx.cache.base")
 
-    config = KVCacheConfig(method="turboquant_rvq", head_dim=64, bit_width_inlier=bits)
-    return [KVCacheBuilder(config).build() for _ in range(layers)]
+    build = base.KVCacheBuilder().with_method("turboquant_rvq").with_head_dim(64).with_bit_width(bits).build
+    return [build() for _ in range(layers)]
 
 
 def main() -> None:

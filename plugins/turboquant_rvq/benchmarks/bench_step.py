@@ -8,6 +8,7 @@ the clock can tell. veloxquant-mlx is measured too where it is installed. ``nox 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import statistics
 import time
@@ -41,9 +42,9 @@ def peer(bits: int) -> Any:
     """The method of the same name in veloxquant-mlx, or None where it is not installed."""
     if importlib.util.find_spec("veloxquant_mlx") is None:
         return None
-    from veloxquant_mlx.cache.factory import KVCacheBuilder, KVCacheConfig  # isort: skip
+    base = importlib.import_module("veloxquant_mlx.cache.base")
 
-    return KVCacheBuilder(KVCacheConfig(method="turboquant_rvq", head_dim=DIM, bit_width_inlier=bits)).build()
+    return base.KVCacheBuilder().with_method("turboquant_rvq").with_head_dim(DIM).with_bit_width(bits).build()
 
 
 def arms() -> dict[str, Any]:

@@ -25,7 +25,7 @@ from veloxquant_turboquant_rvq.cuda_source import WHOLE
 from veloxquant_turboquant_rvq.exact import ExactRows
 from veloxquant_turboquant_rvq.quantizer import Quantizer
 
-__all__ = ["Stored", "attend", "row_scores", "serves"]
+__all__ = ["Stored", "attend", "available", "row_scores", "serves"]
 
 _WARPS = 4
 _ROWS = 16
@@ -34,6 +34,8 @@ _QUERIES = 8
 """Most queries of a KV head: with their second halves they fill a tile of the tensor cores."""
 _BLOCKS = 396
 """Blocks that run at once: three on each of the multiprocessors of an H100 or H200."""
+_WAYS = 4
+"""Threads that share the parts of one channel."""
 _MOST_EXACT = 512
 """Most rows as they came: one block of a head reads them all."""
 
@@ -95,27 +97,28 @@ def attend(
     Returns:
         ``[B, Hq, L, Dv]`` in the dtype of the queries, or None where the kernels do not serve.
     """
-    begin = 0 if first is None else first.count
-    end = stored.count - last.count
-    exact = begin + last.count
-    if not (_available() and _serves(stored, queries, last, mask) and exact < stored.count and exact <= _MOST_EXACT):
+    exact = last.count + (0 if first is None else first.count)
+    if not (available() and _serves(stored, queries, last, mask) and exact < stored.count and exact <= _MOST_EXACT):
         return None
+    partial = _partial(stored, queries, last, scale, first, causal=mask is not None and queries.shape[2] > 1)
+    return _merged(partial, stored, queries, scale, sinks)
+
+
+def _partial(
+    stored: Stored, queries: mx.array, last: ExactRows, scale: float, first: ExactRows | None, *, causal: bool
+) -> list[mx.array]:
+    """Sums of values ``[B * Hkv, parts, G * L, Dv]``, references of logits and sums of weights likewise."""
     batch, heads, length, dim = queries.shape
     kv_heads = stored.words.shape[1]
     stacked = heads // kv_heads * length
-    value_quantizer = stored.value_quantizer
-    width = 0 if value_quantizer is None else value_quantizer.width
-    tiles = -(-(end - begin) // _ROWS)
+    end = stored.count - last.count
+    tiles = -(-end // _ROWS)
     # At least two tiles for a warp; otherwise all blocks at once.
     parts = 1 + max(1, min(_BLOCKS // (batch * kv_heads) - 1, -(-tiles // (2 * _WARPS))))
-    first = last if first is None else first
-    newest = stored.values if last.values is None else last.values
-    oldest = stored.values if first.values is None else first.values
-    factors = _factors(scale, stored.keys, value_quantizer)
-    where = mx.array([end, begin, end if last.values is None else 0], dtype=mx.int32)
+    oldest = last if first is None else first
+    last_values = stored.values if last.values is None else last.values
     shape = (batch * kv_heads, parts, stacked)
-    common = [("D", dim), ("DV", stored.value_dim), ("M", stacked), ("L", length)]
-    partial = _parts()(
+    partial: list[mx.array] = _parts()(
         inputs=[
             queries,
             stored.words,
@@ -123,54 +126,76 @@ def attend(
             stored.values,
             stored.key_scales if stored.value_scales is None else stored.value_scales,
             last.keys,
-            newest,
-            first.keys,
-            oldest,
+            last_values,
+            oldest.keys,
+            stored.values if oldest.values is None else oldest.values,
             stored.keys.rotation.signs,
-            where,
-            factors,
+            _counting(stored.key_scales, end),
+            _factors(scale, stored.keys, stored.value_quantizer),
         ],
         template=[
-            *common,
+            ("D", dim),
+            ("DV", stored.value_dim),
+            ("M", stacked),
+            ("L", length),
             ("WARPS", _WARPS),
             ("WIDTH", stored.keys.width),
-            ("VALUE_WIDTH", width),
+            ("VALUE_WIDTH", 0 if stored.value_quantizer is None else stored.value_quantizer.width),
             ("VALUE_BF16", stored.values.dtype == mx.bfloat16),
-            ("CAUSAL", mask is not None and length > 1),
+            ("OWN_VALUES", last.values is not None),
+            ("FIRST", first is not None),
+            ("CAUSAL", causal),
             # Pointers have these dtypes, and mlx tells kernels apart by their template arguments alone.
             ("T", queries.dtype),
             ("K", last.keys.dtype),
-            ("V", newest.dtype),
+            ("V", last_values.dtype),
         ],
         grid=(parts * _WARPS * 32, batch * kv_heads, 1),
         threadgroup=(_WARPS * 32, 1, 1),
         output_shapes=[(*shape, stored.value_dim), shape, shape],
         output_dtypes=[mx.float32, mx.float32, mx.float32],
     )
+    return partial
+
+
+def _merged(
+    partial: list[mx.array], stored: Stored, queries: mx.array, scale: float, sinks: mx.array | None
+) -> mx.array:
+    batch, heads, length, _ = queries.shape
+    dim, kv_heads = stored.value_dim, stored.words.shape[1]
+    factors = _factors(scale, stored.keys, stored.value_quantizer)
+    rotation = (stored.value_quantizer or stored.keys).rotation
     (output,) = _whole()(
-        inputs=[
-            *partial,
-            factors if sinks is None else sinks,
-            stored.keys.rotation.signs if value_quantizer is None else value_quantizer.rotation.signs,
-            factors,
-        ],
+        inputs=[*partial, factors if sinks is None else sinks, rotation.signs, factors],
         template=[
-            *common,
+            ("DV", dim),
+            ("M", heads // kv_heads * length),
+            ("L", length),
             ("HEADS", kv_heads),
-            ("MOST", _BLOCKS),
-            ("ROTATED", value_quantizer is not None),
+            ("WAYS", _WAYS),
+            ("MOST", max(2, _BLOCKS)),
+            ("ROTATED", stored.value_quantizer is not None),
             ("SINKS", sinks is not None),
             ("CLIP", queries.dtype == mx.float16),
             ("T", queries.dtype),
             ("S", mx.float32 if sinks is None else sinks.dtype),
         ],
-        grid=(batch * heads * length * stored.value_dim, 1, 1),
-        threadgroup=(stored.value_dim, 1, 1),
-        output_shapes=[(batch, heads, length, stored.value_dim)],
+        grid=(batch * heads * length * _WAYS * dim, 1, 1),
+        threadgroup=(_WAYS * dim, 1, 1),
+        output_shapes=[(batch, heads, length, dim)],
         output_dtypes=[queries.dtype],
     )
     result: mx.array = output
     return result
+
+
+def _counting(buffer: mx.array, count: int) -> mx.array:
+    """An array whose shape tells kernels a count.
+
+    A new array of numbers would be copied to the GPU in every call, which takes as long as attending to thousands of
+    rows; shapes are passed with the launch.
+    """
+    return buffer.reshape(-1)[:count]
 
 
 def _serves(stored: Stored, queries: mx.array, last: ExactRows, mask: mx.array | str | None) -> bool:
@@ -187,7 +212,8 @@ def _serves(stored: Stored, queries: mx.array, last: ExactRows, mask: mx.array |
     return quantizer.step is not None and fits and last.values is not None
 
 
-def _available() -> bool:
+def available() -> bool:
+    """Whether the kernels run here: on a GPU with tensor cores that take bf16."""
     return mx.default_device().type == mx.DeviceType.gpu and _tensor_cores()
 
 
@@ -203,6 +229,11 @@ def _factors(scale: float, keys: Quantizer, values: Quantizer | None) -> mx.arra
 
 
 def _kernel(name: str, inputs: list[str], outputs: list[str], source: str, header: str = "") -> Any:
+    # Every call of a kernel copies its source.
+    source, header = (
+        "\n".join(line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("//"))
+        for text in (source, header)
+    )
     # mlx keeps what it compiled on disk, by name alone.
     digest = hashlib.sha256((header + source).encode()).hexdigest()[:12]
     return mx.fast.cuda_kernel(f"turboquant_rvq_{name}_{digest}", inputs, outputs, source, header)
@@ -212,7 +243,7 @@ def _kernel(name: str, inputs: list[str], outputs: list[str], source: str, heade
 def _parts() -> Any:
     stored = ["words", "key_scales", "values", "value_scales"]
     exact = ["last_keys", "last_values", "first_keys", "first_values"]
-    inputs = ["queries", *stored, *exact, "signs", "sizes", "factors"]
+    inputs = ["queries", *stored, *exact, "signs", "rows", "factors"]
     return _kernel("parts", inputs, ["part_o", "part_at", "part_l"], PARTS, HEADER)
 
 
@@ -224,13 +255,13 @@ def _whole() -> Any:
 
 @functools.cache
 def _scores() -> Any:
-    return _kernel("scores", ["queries", "words", "scales", "levels", "count"], ["out"], SCORES)
+    return _kernel("scores", ["queries", "words", "scales", "levels", "live"], ["out"], SCORES)
 
 
 def serves(quantizer: Quantizer, words: int, queries: int) -> bool:
     """Whether the kernel runs here, for rows of so many words and so many queries per KV head."""
     shared = 4 * (quantizer.dim * queries + 2**quantizer.width + _THREADS * (words + 1))
-    return _available() and shared <= _SHARED_BYTES
+    return available() and shared <= _SHARED_BYTES
 
 
 def row_scores(rows: mx.array, words: mx.array, scales: mx.array, quantizer: Quantizer, count: int) -> mx.array:
@@ -258,7 +289,7 @@ def row_scores(rows: mx.array, words: mx.array, scales: mx.array, quantizer: Qua
     ]
     blocks = -(-count // _THREADS)
     (scores,) = _scores()(
-        inputs=[rows, words, scales, quantizer.levels, mx.array([count], dtype=mx.int32)],
+        inputs=[rows, words, scales, quantizer.levels, _counting(scales, count)],
         template=template,
         grid=(blocks * _THREADS, batch * heads, 1),
         threadgroup=(_THREADS, 1, 1),

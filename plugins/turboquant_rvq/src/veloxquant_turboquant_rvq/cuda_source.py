@@ -163,8 +163,8 @@ PARTS = """
     const int warp = threadIdx.x >> 5;
     const int lane = threadIdx.x & 31;
     const int head = blockIdx.y;
-    const int end = sizes[0];
-    const int begin = sizes[1];
+    const int end = rows_shape[0];
+    const int begin = FIRST ? first_keys_shape[2] : 0;
     const float factor = factors[0] * 1.4426950408889634f;
 
     if (blockIdx.x == 0) {
@@ -189,8 +189,10 @@ PARTS = """
                 const int r = min(row + a, begin + newest - 1);
                 const size_t key_row = r < begin ? (size_t)head * first_keys_shape[2] + r
                                                  : (size_t)head * newest + r - begin;
+                // Values as they came are all in one buffer.
+                const int newest_at = (OWN_VALUES ? 0 : end) - begin;
                 const size_t value_row = r < begin ? (size_t)head * first_values_shape[2] + r
-                                                   : (size_t)head * last_values_shape[2] + sizes[2] + r - begin;
+                                                   : (size_t)head * last_values_shape[2] + newest_at + r;
                 #pragma unroll
                 for (int i = 0; i < C; ++i) {
                     k[a][i] = (float)(r < begin ? first_keys : last_keys)[key_row * D + i * 32 + lane];
@@ -200,25 +202,45 @@ PARTS = """
                     v[a][i] = (float)(r < begin ? first_values : last_values)[value_row * DV + i * 32 + lane];
                 }
             }
+            float s[AHEAD][M];
             #pragma unroll
             for (int a = 0; a < AHEAD; ++a) {
-                if (row + a >= begin + newest) break;
                 #pragma unroll
                 for (int m = 0; m < M; ++m) {
-                    float s = 0.0f;
+                    s[a][m] = 0.0f;
                     #pragma unroll
-                    for (int i = 0; i < C; ++i) s = fmaf(q[m][i], k[a][i], s);
+                    for (int i = 0; i < C; ++i) s[a][m] = fmaf(q[m][i], k[a][i], s[a][m]);
+                }
+            }
+            #pragma unroll
+            for (int b = 16; b > 0; b /= 2) {
+                #pragma unroll
+                for (int a = 0; a < AHEAD; ++a) {
                     #pragma unroll
-                    for (int b = 16; b > 0; b /= 2) s += __shfl_xor_sync(0xffffffffu, s, b);
+                    for (int m = 0; m < M; ++m) s[a][m] += __shfl_xor_sync(0xffffffffu, s[a][m], b);
+                }
+            }
+            #pragma unroll
+            for (int m = 0; m < M; ++m) {
+                float higher = top[m];
+                #pragma unroll
+                for (int a = 0; a < AHEAD; ++a) {
                     // The last L rows are those of the queries.
-                    if (CAUSAL && row + a - begin - newest + L > m % L) continue;
-                    const float higher = fmaxf(top[m], s);
-                    const float fade = higher == top[m] ? 1.0f : vq_exp2(top[m] - higher);
-                    const float p = vq_exp2(s - higher);
-                    top[m] = higher;
-                    sum[m] = sum[m] * fade + p;
+                    const bool later = CAUSAL && row + a - begin - newest + L > m % L;
+                    if (later || row + a >= begin + newest) s[a][m] = VQ_NOTHING;
+                    higher = fmaxf(higher, s[a][m]);
+                }
+                const float fade = vq_weight(top[m], higher);
+                top[m] = higher;
+                sum[m] *= fade;
+                #pragma unroll
+                for (int i = 0; i < CV; ++i) o[m][i] *= fade;
+                #pragma unroll
+                for (int a = 0; a < AHEAD; ++a) {
+                    const float p = vq_weight(s[a][m], higher);
+                    sum[m] += p;
                     #pragma unroll
-                    for (int i = 0; i < CV; ++i) o[m][i] = fmaf(p, v[a][i], o[m][i] * fade);
+                    for (int i = 0; i < CV; ++i) o[m][i] = fmaf(p, v[a][i], o[m][i]);
                 }
             }
         }
@@ -412,15 +434,16 @@ PARTS = """
     }
 """
 
-# One block for each query, a thread a channel.
+# One block for each query: WAYS threads a channel, each over its share of the parts.
 WHOLE = """
     __shared__ float weights[MOST];
-    __shared__ float over_warps[DV / 32];
-    __shared__ float swap[DV];
+    __shared__ float over_warps[WAYS * DV / 32];
+    __shared__ float swap[WAYS * DV];
     const int parts = part_at_shape[1];
     const int head = blockIdx.x / M;
     const int m = blockIdx.x % M;
-    const int d = threadIdx.x;
+    const int thread = threadIdx.x;
+    const int d = thread % DV;
     const auto reduce = [&](float x, bool add) {
         #pragma unroll
         for (int b = 16; b > 0; b /= 2) {
@@ -428,18 +451,18 @@ WHOLE = """
             x = add ? x + other : fmaxf(x, other);
         }
         __syncthreads();
-        if (d % 32 == 0) over_warps[d / 32] = x;
+        if (thread % 32 == 0) over_warps[thread / 32] = x;
         __syncthreads();
         x = over_warps[0];
         #pragma unroll
-        for (int w = 1; w < DV / 32; ++w) x = add ? x + over_warps[w] : fmaxf(x, over_warps[w]);
+        for (int w = 1; w < WAYS * DV / 32; ++w) x = add ? x + over_warps[w] : fmaxf(x, over_warps[w]);
         return x;
     };
     const float logit = SINKS ? (float)sinks[head % HEADS * (M / L) + m / L] * 1.4426950408889634f : VQ_NOTHING;
     float top = logit, sum = 0.0f;
-    for (int s = d; s < parts; s += DV) top = fmaxf(top, part_at[((size_t)head * parts + s) * M + m]);
+    for (int s = thread; s < parts; s += WAYS * DV) top = fmaxf(top, part_at[((size_t)head * parts + s) * M + m]);
     top = reduce(top, false);
-    for (int s = d; s < parts; s += DV) {
+    for (int s = thread; s < parts; s += WAYS * DV) {
         const size_t i = ((size_t)head * parts + s) * M + m;
         weights[s] = vq_weight(part_at[i], top);
         sum = fmaf(weights[s], part_l[i], sum);
@@ -448,7 +471,12 @@ WHOLE = """
     const float* part = part_o + ((size_t)head * parts * M + m) * DV + d;
     float o = 0.0f;
     #pragma unroll 8
-    for (int s = 1; s < parts; ++s) o = fmaf(weights[s], part[(size_t)s * M * DV], o);
+    for (int s = 1 + thread / DV; s < parts; s += WAYS) o = fmaf(weights[s], part[(size_t)s * M * DV], o);
+    swap[thread] = o;
+    __syncthreads();
+    o = 0.0f;
+    #pragma unroll
+    for (int w = 0; w < WAYS; ++w) o += swap[w * DV + d];
     if (ROTATED) {
         #pragma unroll
         for (int round = 1; round >= 0; --round) {
@@ -459,9 +487,9 @@ WHOLE = """
                     other = __shfl_xor_sync(0xffffffffu, o, b);
                 } else {
                     __syncthreads();
-                    swap[d] = o;
+                    swap[thread] = o;
                     __syncthreads();
-                    other = swap[d ^ b];
+                    other = swap[thread ^ b];
                 }
                 o = d & b ? other - o : o + other;
             }
@@ -472,7 +500,7 @@ WHOLE = """
     o = fmaf(weights[0], part[0], o) / sum;
     // What was rounded beyond the largest number of fp16 becomes that number.
     if (CLIP) o = o > 65504.0f ? 65504.0f : o < -65504.0f ? -65504.0f : o;
-    out[(size_t)blockIdx.x * DV + d] = static_cast<T>(o);
+    if (thread < DV) out[(size_t)blockIdx.x * DV + d] = static_cast<T>(o);
 """
 
 # A thread a row: all queries of its KV head meet every level once.
@@ -489,7 +517,7 @@ SCORES = """
     for (int i = threadIdx.x; i < (1 << WIDTH); i += blockDim.x) {
         shared_levels[i] = levels[i];
     }
-    const int rows = count[0];
+    const int rows = live_shape[0];
     const int begin = blockIdx.x * THREADS;
     const int here = min(THREADS, rows - begin) * WORDS;
     const unsigned int* source = words + ((size_t)head * words_shape[2] + begin) * WORDS;
