@@ -45,6 +45,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "bits=2, value_bits=3": {"bits": 2, "value_bits": 3},
     "bits=2, value_bits=2": {"bits": 2, "value_bits": 2},
     "bits=3": {"bits": 3},
+    "bits=3, value_bits=3, sinks=0, recent=0": {"bits": 3, "value_bits": 3, **NAKED},
+    "bits=3, value_bits=2, sinks=0, recent=0": {"bits": 3, "value_bits": 2, **NAKED},
     "bits=4, value_bits=8": {"bits": 4, "value_bits": 8},
 }
 
