@@ -178,7 +178,7 @@ def test_without_storage_nothing_is_held_twice():
 LOSSY = {"prompt_attended_whole": "a later block of a prompt reads the earlier ones as the codec holds them"}
 # As in turboquant_rvq: a rewind leaves fewer rows as they came, and none of them beyond what is spare.
 SHORTER = "fewer rows are left as they came after a rewind; the rows held and their packed form are the same"
-REWOUND = {**LOSSY, "trim_state": SHORTER, "trim_forgets": SHORTER, "speculative": SHORTER}
+REWOUND = {**LOSSY, "trim_state": SHORTER, "trim_forgets": SHORTER}
 
 
 @pytest.mark.slow
@@ -186,7 +186,7 @@ class TestPackedRows(MethodTests):
     """Rows ranked on their packed keys."""
 
     method = "rocketkv"
-    config = RocketKVConfig(ranking="rows", topk=30, **PACKED)
+    config = RocketKVConfig(ranking="rows", topk=40, **PACKED)
     expected_failures = REWOUND
 
 

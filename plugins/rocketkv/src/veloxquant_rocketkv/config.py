@@ -76,7 +76,7 @@ class RocketKVConfig:
         metadata={"help": "rows attended per KV head at a step; tokens seen / (2 * ratio) when not given"},
     )
     exact_recent: int = attrs.field(
-        default=16,
+        default=32,
         validator=_count(0),
         metadata={"help": "over storage: newest rows, at most window, held and attended as they came; part of topk"},
     )
