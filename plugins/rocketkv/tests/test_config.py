@@ -56,6 +56,7 @@ def test_a_ratio_that_compresses_nothing_is_a_config_error(ratio):
         ({"keep_recent": -1}, "keep_recent"),
         ({"topk": 0}, "topk"),
         ({"topk": 4, "keep_recent": 4}, "topk must exceed keep_recent = 4"),
+        ({"exact_recent": -1}, "exact_recent"),
         ({"page_size": 0}, "page_size"),
         ({"page_size": 2.5}, "page_size"),
         ({"head_topk1": 0}, "head_topk1"),
@@ -73,6 +74,16 @@ def test_a_ratio_that_compresses_nothing_is_a_config_error(ratio):
 def test_bad_options_are_refused_with_the_reason(options, message):
     with pytest.raises((ConfigError, LookupError), match=message):
         get_cache("rocketkv", options)
+
+
+def test_exact_rows_need_storage_and_are_read_as_part_of_topk():
+    assert RocketKVConfig(topk=10, exact_recent=16).newest_rows == 1
+    stacked = RocketKVConfig(storage="some", exact_recent=16, sinks=4)
+    assert (stacked.exact_rows, stacked.newest_rows, stacked.rows_to_read(1)) == (16, 16, 21)
+    assert RocketKVConfig(storage="some", exact_recent=16, window=8).exact_rows == 8
+    assert RocketKVConfig(storage="some", exact_recent=3, keep_recent=5).newest_rows == 5
+    with pytest.raises(ConfigError, match="topk must exceed exact_recent = 16"):
+        RocketKVConfig(storage="some", topk=16, exact_recent=16)
 
 
 def test_every_option_has_help():

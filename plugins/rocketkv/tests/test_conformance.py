@@ -1,4 +1,10 @@
-"""The conformance kit of the core, run on RocketKV."""
+"""The conformance kit of the core, run on RocketKV.
+
+A run of the kit takes most of a minute. Two configs are always held to it, the others with the slow tests; those over
+packed rows are in test_stacked.py.
+"""
+
+import pytest
 
 from veloxquant.testing import MethodTests
 from veloxquant_rocketkv import RocketKVConfig
@@ -27,6 +33,7 @@ class TestSmall(MethodTests):
     dense_config = DENSE
 
 
+@pytest.mark.slow
 class TestSingleRows(MethodTests):
     """Pages of one row, nothing kept for being new."""
 
@@ -35,6 +42,7 @@ class TestSingleRows(MethodTests):
     dense_config = RocketKVConfig(stage1=False, page_size=1, topk=10**6)
 
 
+@pytest.mark.slow
 class TestExactRanking(MethodTests):
     """Rows ranked by their exact scores."""
 
@@ -43,6 +51,7 @@ class TestExactRanking(MethodTests):
     dense_config = RocketKVConfig(ranking="rows", stage1=False, topk=10**6)
 
 
+@pytest.mark.slow
 class TestWithoutStage1(MethodTests):
     """Sparse attention over the whole prompt."""
 
@@ -52,6 +61,7 @@ class TestWithoutStage1(MethodTests):
     expected_failures = KEEPS_ALL
 
 
+@pytest.mark.slow
 class TestMultiTurn(MethodTests):
     """The full history, filtered at each turn."""
 

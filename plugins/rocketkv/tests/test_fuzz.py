@@ -1,12 +1,14 @@
 """Random sequences of everything mlx-lm does to a cache, against a model of RocketKV in plain Python and numpy."""
 
 import copy
+import importlib.util
 import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,6 +19,8 @@ from veloxquant.safefile import read_file
 from veloxquant.safefile import write_file
 from veloxquant_rocketkv import RocketKVConfig
 from veloxquant_rocketkv import page_bounds
+from veloxquant_rocketkv import select_indices
+from veloxquant_rocketkv.exact import SPARE
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 6
 GROUP = HEADS // KV_HEADS
@@ -188,17 +192,17 @@ def saved_and_loaded(cache):
 
 def through_a_batch(cache):
     """Decode nothing, but join a batch with a stranger, lose it again, and come out."""
-    stranger = new_cache()
+    stranger = new_cache(cache.config)
     feed(stranger, list(range(13)))
     batch = type(cache).merge([stranger, cache])
-    batch.extend(type(cache).merge([new_cache()]))
+    batch.extend(type(cache).merge([new_cache(cache.config)]))
     batch.filter([1])
     return batch.extract(0)
 
 
-def new_cache():
+def new_cache(config=CONFIG):
     layer = LayerSpec(query_mode="routed", query_heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM)
-    return veloxquant.get_cache("rocketkv", CONFIG, layer=layer)
+    return veloxquant.get_cache("rocketkv", config, layer=layer)
 
 
 STEPS = st.one_of(
@@ -236,3 +240,82 @@ def test_rocketkv_does_what_it_says(steps):
         assert cache.rows == len(reference.rows[0])
         assert (cache.nbytes == 0) == (reference.seen == 0)
         require_summary_of_rows(cache)
+
+
+PACKED = {"storage": "turboquant_rvq", "storage_config": {"bits": 2, "value_bits": 4}, "window": 8, "topk": 20}
+EXACT = 5
+STACKED = [
+    RocketKVConfig(ranking="rows", stage1=False, exact_recent=EXACT, **PACKED),
+    RocketKVConfig(ranking="rows", exact_recent=EXACT, **PACKED),
+    RocketKVConfig(page_size=3, exact_recent=EXACT, multi_turn=True, **PACKED),
+    RocketKVConfig(page_size=2, exact_recent=EXACT, summary_bits=4, **PACKED),
+]
+
+
+class Ends:
+    """Which tokens a cache over packed rows has seen, and how many of the newest are still there as they came."""
+
+    def __init__(self, config):
+        self.config, self.tokens, self.known = config, [], 0
+
+    def feed(self, tokens, evicted):
+        self.tokens += tokens
+        self.known = min(self.known + len(tokens), EXACT + SPARE)
+        if evicted:
+            self.known = min(self.known, self.config.window)
+
+    def trim(self, count):
+        del self.tokens[len(self.tokens) - count :]
+        self.known = max(0, self.known - count)
+
+    def attended(self, state, head):
+        """Attention of the newest token in one KV head: sinks and known rows as they came, others as stored."""
+        token = self.tokens[-1]
+        group = slice(head * GROUP, (head + 1) * GROUP)
+        queries = QUERIES[group, token]
+        index = select_indices(state, mx.array(queries), 0, head, keep_recent=state.config.newest_rows)
+        index = np.array(index)
+        held = np.broadcast_to(np.array(state.rows.positions()), (1, KV_HEADS, state.rows.count))[0, head, index]
+        came = [self.tokens[position] for position in held]
+        exact = (held < state.config.sinks) | (held >= len(self.tokens) - min(self.known, EXACT))
+        keys, values = (
+            np.where(exact[:, None], data[head, came], np.array(stored)[0, head, index]).astype(np.float64)
+            for data, stored in zip((KEYS, VALUES), state.rows.store.keys_values(), strict=True)
+        )
+        logits = queries @ keys.T * SCALE
+        weights = np.exp(logits - logits.max(1, keepdims=True))
+        return weights / weights.sum(1, keepdims=True) @ values
+
+
+@pytest.mark.skipif(importlib.util.find_spec("veloxquant_turboquant_rvq") is None, reason="turboquant_rvq is missing")
+@settings(max_examples=EXAMPLES or 40, derandomize=EXAMPLES == 0, deadline=None)
+@given(st.sampled_from(STACKED), st.integers(30, 90), st.lists(STEPS, min_size=1, max_size=20))
+def test_the_ends_of_packed_rows_count_as_they_came(config, prompt, steps):
+    cache, ends, used = new_cache(config), Ends(config), 0
+    for step, count in [("feed", prompt), ("feed", 1), ("feed", 1), *steps, ("feed", 1), ("feed", 1)]:
+        if step == "feed":
+            tokens = list(range(used, used + count))
+            used += count
+            before, decoding = cache.rows, bool(cache.offset) and not cache.method_state.collecting
+            found = feed(cache, tokens)
+            ends.feed(tokens, evicted=cache.rows < before + count)
+            if decoding and count == 1:
+                for head in range(KV_HEADS):
+                    expected = ends.attended(cache.method_state, head)
+                    np.testing.assert_allclose(found[head * GROUP : (head + 1) * GROUP, 0], expected, atol=2e-4)
+        elif step == "trim":
+            count = min(count, len(ends.tokens))
+            collecting, left = cache.method_state.collecting, cache.rows - count
+            assert cache.trim(count) == count
+            ends.trim(count)
+            if collecting and cache.rows < left:
+                # What was left of the block completes the prompt.
+                ends.known = min(ends.known, config.window)
+        elif step == "copy":
+            abandoned, cache = cache, copy.deepcopy(cache)
+            feed(abandoned, list(range(20)))
+        else:
+            cache = saved_and_loaded(cache) if step == "save and load" else through_a_batch(cache)
+        newest = cache.method_state.exact.newest
+        assert (0 if newest is None else newest[0].shape[2]) == ends.known
+        assert cache.offset == len(ends.tokens)

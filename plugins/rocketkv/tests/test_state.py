@@ -85,7 +85,7 @@ def test_the_rows_kept_are_those_that_votes_with_wide_pooling_choose(dtype, batc
     cache = routed()
     feed(cache, rows, [300, 1])
     queries, keys, values = rows
-    votes = pool_scores(window_scores(queries[:, :, -32:], keys, SCALE), 63, "max")
+    votes = pool_scores(window_scores(queries[:, :, -32:], keys, SCALE), 31, "max")
     index = keep_indices(votes, 301, int(301 / 8**0.38), sinks=4)
     kept = held(cache)
     assert (kept["positions"] == np.array(index)).all()
@@ -360,7 +360,7 @@ def test_multi_turn_keeps_the_history_and_chooses_anew_each_turn():
     assert (held(cache)["keys"] == np.array(rows[1])[:, :, :530]).all()
     second = held(cache)["filtered"]
     queries, keys, _ = rows
-    votes = pool_scores(window_scores(queries[:, :, 488:520], keys[:, :, :520], SCALE), 63, "max")
+    votes = pool_scores(window_scores(queries[:, :, 488:520], keys[:, :, :520], SCALE), 31, "max")
     assert (second == np.array(keep_indices(votes, 520, int(520 / 8**0.38), sinks=4))).all()
     assert first.shape != second.shape
     details = cache.account().details

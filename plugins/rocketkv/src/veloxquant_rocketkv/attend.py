@@ -8,6 +8,8 @@ from veloxquant import RoutingError
 from veloxquant import attend_rows
 from veloxquant.attention import attention
 from veloxquant.attention import live_mask
+from veloxquant_rocketkv.exact import Pair
+from veloxquant_rocketkv.exact import placed
 from veloxquant_rocketkv.state import RocketKVState
 
 __all__ = ["attend_all", "attend_chosen", "read_chosen"]
@@ -76,7 +78,7 @@ def attend_chosen(
         _attend_one(state, queries[:, :, place : place + 1], keys, values, scale, sinks, place - length)
         for place in range(length)
     ]
-    state.own = None
+    state.exact.fresh = None
     return outputs[0] if length == 1 else mx.concatenate(outputs, axis=2)
 
 
@@ -90,13 +92,13 @@ def _attend_whole(
     sinks: mx.array | None,
 ) -> mx.array:
     """Attend to all rows, in their stored form where that is another one than they came in."""
-    own, state.own = state.own, None
-    if own is None or isinstance(mask, mx.array):
+    fresh, state.exact.fresh = state.exact.fresh, None
+    if fresh is None or isinstance(mask, mx.array):
         return attend_all(state, queries, keys, values, scale, mask, sinks)
     valid = state.rows.valid()
     alive = mask if valid is None else live_mask(valid, queries.shape[1], queries.shape[2])
-    first = state.first if state.rows.count - own[0].shape[2] >= state.config.sinks else None
-    return attend_rows(state.rows.store, queries, own, scale, alive, sinks, first=first)
+    first = state.exact.leading(state.rows.count - fresh[0].shape[2])
+    return attend_rows(state.rows.store, queries, fresh, scale, alive, sinks, first=first)
 
 
 def _attend_one(
@@ -115,18 +117,18 @@ def _attend_one(
         seen = keys[:, :, :count], values[:, :, :count]
         return attend_all(state, queries, *seen, scale, None, sinks)
     mask = _mask(state, index, queries.shape[1])
-    if state.own is None or not state.config.keep_recent:
+    newest = state.exact.of_token(place)
+    if newest is None or not state.config.newest_rows:
         return attention(queries, *state.rows.store.gather(index), scale, mask, sinks)
-    # The row of the token itself, the last one, counts as it came, and so do the sinks; others are read as stored.
-    first = state.first if state.selector.reads_sinks(index.shape[2]) else None
-    chosen, own = state.rows.store.select(index), _own(state.own, place)
-    return attend_rows(chosen, queries, own, scale, mask, sinks, first=first)
+    # The newest rows, that of the token itself the last one, count as they came, and so do the sinks.
+    first = _leading(state, index, newest)
+    return attend_rows(state.rows.store.select(index), queries, newest, scale, mask, sinks, first=first)
 
 
-def _own(rows: tuple[mx.array, mx.array], place: int) -> tuple[mx.array, mx.array]:
-    """Key and value of one token of a block."""
-    keys, values = (array[:, :, place:][:, :, :1] for array in rows)
-    return keys, values
+def _leading(state: RocketKVState, index: mx.array, newest: Pair) -> Pair | None:
+    """The sinks as they came, if they are the first of the chosen rows."""
+    chosen = index.shape[2]
+    return state.exact.leading(chosen - newest[0].shape[2]) if state.selector.reads_sinks(chosen) else None
 
 
 def _mask(state: RocketKVState, index: mx.array, query_heads: int) -> mx.array | None:
@@ -140,12 +142,12 @@ def _mask(state: RocketKVState, index: mx.array, query_heads: int) -> mx.array |
 
 
 def read_chosen(state: RocketKVState, keys: mx.array) -> tuple[mx.array, mx.array] | None:
-    """The rows that a key chooses in place of a query, the row itself last and as it came; None for all rows."""
+    """The rows that a key chooses in place of a query, sinks and newest ones as they came; None for all rows."""
     index = state.selector.choose(keys, keys.shape[3] ** -0.5)
     if index is None:
         return None
     chosen = state.rows.store.gather(index)
-    if state.own is None or not state.config.keep_recent:
+    newest = state.exact.of_token(-1)
+    if newest is None or not state.config.newest_rows:
         return chosen
-    first, second = (mx.concatenate([a[:, :, :-1], b], axis=2) for a, b in zip(chosen, state.own, strict=True))
-    return first, second
+    return placed(chosen, _leading(state, index, newest), newest)

@@ -62,7 +62,7 @@ class RocketKVConfig:
         default=32, validator=_count(1), metadata={"help": "last prompt tokens whose queries vote, always kept"}
     )
     kernel_size: int = attrs.field(
-        default=63, validator=_count(1), metadata={"help": "width of the max pooling over votes, odd"}
+        default=31, validator=_count(1), metadata={"help": "width of the max pooling over votes, odd"}
     )
     sinks: int = attrs.field(
         default=4, validator=_count(0), metadata={"help": "first tokens of the prompt, always kept"}
@@ -74,6 +74,11 @@ class RocketKVConfig:
         default=None,
         validator=optional(_count(1, 2**31 - 1)),
         metadata={"help": "rows attended per KV head at a step; tokens seen / (2 * ratio) when not given"},
+    )
+    exact_recent: int = attrs.field(
+        default=32,
+        validator=_count(0),
+        metadata={"help": "over storage: newest rows, at most window, held and attended as they came; part of topk"},
     )
     stage1: bool = _flag(True, "evict the prompt; False keeps it whole and only reads less of it")
     multi_turn: bool = _flag(
@@ -105,10 +110,10 @@ class RocketKVConfig:
             )
         if self.kernel_size % 2 == 0:
             raise ConfigError(f"rocketkv: kernel_size must be odd, not {self.kernel_size}")
-        if self.topk is not None and self.topk <= self.keep_recent:
+        if self.topk is not None and self.topk <= self.newest_rows:
+            name = "keep_recent" if self.newest_rows == self.keep_recent else "exact_recent"
             raise ConfigError(
-                f"rocketkv: topk must exceed keep_recent = {self.keep_recent}, whose rows are part of it, "
-                f"not {self.topk}"
+                f"rocketkv: topk must exceed {name} = {self.newest_rows}, whose rows are part of it, not {self.topk}"
             )
         if self.multi_turn and not self.stage1:
             raise ConfigError("rocketkv: multi_turn filters the history by stage 1; leave stage1=False out")
@@ -122,6 +127,16 @@ class RocketKVConfig:
             raise ConfigError("rocketkv: ranking='rows' uses no pages; leave page_size, head_topk1, summary_bits out")
         if self.multi_turn:
             raise ConfigError("rocketkv: ranking='rows' scores every row held; leave multi_turn=True out")
+
+    @property
+    def exact_rows(self) -> int:
+        """Newest rows attended as they came over a store that loses something; stage 1 never cuts into them."""
+        return 0 if self.storage is None else min(self.exact_recent, self.window)
+
+    @property
+    def newest_rows(self) -> int:
+        """Newest rows that are attended in any case."""
+        return max(self.keep_recent, self.exact_rows)
 
     @property
     def stage1_ratio(self) -> float:
@@ -144,7 +159,7 @@ class RocketKVConfig:
         """
         if self.topk is not None:
             return self.topk
-        return max(int(tokens_seen / (2 * self.compression_ratio)), self.sinks + self.keep_recent + 1)
+        return max(int(tokens_seen / (2 * self.compression_ratio)), self.sinks + self.newest_rows + 1)
 
     def pages_and_channels(self, head_dim: int) -> tuple[int, int]:
         """Rows of a page, and channels by which pages are ranked.

@@ -53,6 +53,7 @@ def veloxquant_prefill(state: RocketKVState, keys: mx.array, values: mx.array) -
     """Store prompt rows; in proxy mode the keys stand in for the queries that vote."""
     state.open_prompt()
     result = state.append(keys, values)
+    state.exact.fresh = None
     if not state.layer.routed:
         state.observe(keys)
     return result
@@ -62,11 +63,9 @@ def veloxquant_prefill(state: RocketKVState, keys: mx.array, values: mx.array) -
 def veloxquant_decode(state: RocketKVState, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
     """Store decoded rows, which are never dropped; in proxy mode a single key chooses the rows that are returned."""
     result = state.append(keys, values)
-    if not state.rows.store.lossless:
-        state.own = keys, values
     if not state.layer.routed:
         result = (read_chosen(state, keys) if keys.shape[2] == 1 else None) or result
-        state.own = None
+        state.exact.fresh = None
     return result
 
 

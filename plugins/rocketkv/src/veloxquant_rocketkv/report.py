@@ -26,7 +26,7 @@ def byte_count(state: RocketKVState) -> ByteCount:
     """
     count = state.rows.account()
     summary, queries = state.selector.nbytes, 0 if state.recent is None else state.recent.nbytes
-    exact = 0 if state.first is None else sum(array.nbytes for array in state.first)
+    exact = state.exact.nbytes
     # The sink logits are the model's own array.
     static = count.static + (0 if state.sinks is None else state.sinks.nbytes)
     seen, kept = state.rows.end, state.selector.filtered_rows

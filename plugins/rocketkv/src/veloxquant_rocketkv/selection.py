@@ -104,9 +104,9 @@ class Selector:
 
     def summarise(self) -> None:
         """Summarise all pages, if some of them would not be attended to."""
-        rows, keep_recent = self.filtered_rows, self.config.keep_recent
-        if self.config.ranking == "pages" and self._wanted(rows, self.rows.end, keep_recent) is not None:
-            self._extend(self._pages(rows, keep_recent))
+        rows, newest = self.filtered_rows, self.config.newest_rows
+        if self.config.ranking == "pages" and self._wanted(rows, self.rows.end, newest) is not None:
+            self._extend(self._pages(rows, newest))
 
     def _extend(self, pages: int) -> None:
         if self.summary.outgrown(pages):
@@ -146,12 +146,12 @@ class Selector:
 
     def reads_sinks(self, chosen: int) -> bool:
         """Whether the first ``sinks`` of so many chosen rows are the first rows held."""
-        return chosen >= self.sink_pages * self._page_size + self.config.keep_recent
+        return chosen >= self.sink_pages * self._page_size + self.config.newest_rows
 
     @property
     def chooses_all(self) -> bool:
         """Whether the newest token attends to every row held; those before it then do too."""
-        return self._filtered is None and self._wanted(self.rows.count, self.rows.end, self.config.keep_recent) is None
+        return self._filtered is None and self._wanted(self.rows.count, self.rows.end, self.config.newest_rows) is None
 
     def choose(
         self, queries: mx.array, scale: float, count: int | None = None, keep_recent: int | None = None
@@ -162,13 +162,13 @@ class Selector:
             queries: The queries of one token ``[B, Hq, 1, D]``.
             scale: Factor on the logits.
             count: Rows of the store that the query sees; by default all.
-            keep_recent: Newest rows that are attended in any case; by default the option.
+            keep_recent: Newest rows that are attended in any case; by default those of the options.
 
         Returns:
             Rows of the store ``[B, Hkv, k]`` int32, ascending; None for all.
         """
         count = self.rows.count if count is None else count
-        keep_recent = self.config.keep_recent if keep_recent is None else keep_recent
+        keep_recent = self.config.newest_rows if keep_recent is None else keep_recent
         rows, seen = count - self._skipped, self.rows.end - (self.rows.count - count)
         wanted = self._wanted(rows, seen, keep_recent)
         if wanted is None:
@@ -224,11 +224,11 @@ class Selector:
         if not self.rows.count or (self._filtered is not None and self.rows.count < self._turn):
             # Into the history that a turn had filtered: until the next turn all of it is read again.
             self.clear()
-        rows, keep_recent = self.filtered_rows, self.config.keep_recent
-        if self._wanted(rows, self.rows.end, keep_recent) is None:
+        rows, newest = self.filtered_rows, self.config.newest_rows
+        if self._wanted(rows, self.rows.end, newest) is None:
             self.summary.clear()
             return
-        pages = self._pages(rows, keep_recent)
+        pages = self._pages(rows, newest)
         self.summary.truncate(min(pages, _unchanged(before, self.rows.valid()) // self._page_size))
         self.summarise()
 

@@ -10,6 +10,7 @@ from veloxquant import LayerSpec
 from veloxquant import PositionedRows
 from veloxquant import Snapshot
 from veloxquant_rocketkv.config import RocketKVConfig
+from veloxquant_rocketkv.exact import ExactEnds
 from veloxquant_rocketkv.report import byte_count
 from veloxquant_rocketkv.selection import Selector
 from veloxquant_snapkv import append_recent
@@ -45,11 +46,11 @@ class RocketKVState:
     sinks: mx.array | None = None
     # Bytes of the key and the value of one token in all heads, as they came.
     row_bytes: int = 0
-    # Keys and values of the rows just stored, where the store loses something, until they have been attended.
-    own: tuple[mx.array, mx.array] | None = None
-    # Keys and values of the first ``sinks`` rows as they came, where the store loses something: all queries look at
-    # them, and what they lose is lost in every output.
-    first: tuple[mx.array, mx.array] | None = None
+    # The first and the newest rows as they came, where the store loses something.
+    exact: ExactEnds = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.exact = ExactEnds(self.config.sinks, self.config.exact_rows)
 
     @classmethod
     def empty(cls, config: RocketKVConfig, layer: LayerSpec) -> RocketKVState:
@@ -62,18 +63,10 @@ class RocketKVState:
         if not self.row_bytes:
             self.row_bytes = (keys.nbytes + values.nbytes) // keys.shape[2]
             self.selector.learn(keys.shape)
-        held = self.rows.count
         found = self.rows.append(keys, values)
-        if self.rows.store.lossless or not self.config.sinks:
+        if self.rows.store.lossless:
             return found
-        if self.first is not None:
-            exact = zip(self.first, found, strict=True)
-            found_keys, found_values = (mx.concatenate([a, b[:, :, a.shape[2] :]], axis=2) for a, b in exact)
-            found = found_keys, found_values
-        if held < self.config.sinks and self.rows.end == self.rows.count:
-            first_keys, first_values = (mx.contiguous(array[:, :, : self.config.sinks]) for array in found)
-            self.first = first_keys, first_values
-        return found
+        return self.exact.append((keys, values), found, whole=self.rows.end == self.rows.count)
 
     def open_prompt(self) -> None:
         """A prompt begins or goes on: what was chosen among the rows so far is out of date."""
@@ -92,6 +85,8 @@ class RocketKVState:
             self.selector.filter(index)
         elif index is not None:
             self.rows.keep(index)
+            # Rows of the window survive in every head; of older ones each head has kept others.
+            self.exact.keep_newest(self.config.window)
         self.collecting = False
         self.recent = self.scale = self.sinks = None
         self.selector.summarise()
@@ -113,10 +108,7 @@ class RocketKVState:
         """Forget the last ``count`` tokens, their queries, and the pages that they were in."""
         before = self.rows.valid()
         self.rows.rewind(self.rows.end - count)
-        self.own = None
-        if self.first is not None and self.rows.end < self.first[0].shape[2]:
-            first_keys, first_values = (mx.contiguous(array[:, :, : self.rows.end]) for array in self.first)
-            self.first = (first_keys, first_values) if self.rows.end else None
+        self.exact.rewind(count, self.rows.end)
         if self.recent is not None:
             left = self.recent.shape[2] - count
             self.recent = mx.contiguous(self.recent[:, :, :left, :]) if left > 0 else None
@@ -129,13 +121,11 @@ class RocketKVState:
 
     def snapshot(self) -> Snapshot:
         """Everything, as arrays and plain values."""
-        arrays = {**self.rows.arrays(), **self.selector.arrays()}
+        arrays = {**self.rows.arrays(), **self.selector.arrays(), **self.exact.arrays()}
         if self.recent is not None:
             arrays["recent"] = self.recent
         if self.sinks is not None:
             arrays["sinks"] = self.sinks
-        if self.first is not None:
-            arrays["first_keys"], arrays["first_values"] = self.first
         values = {"collecting": self.collecting, "scale": self.scale, "row_bytes": self.row_bytes}
         return Snapshot(arrays, {**self.rows.values(), **self.selector.values(), **values})
 
@@ -145,9 +135,7 @@ class RocketKVState:
         state = cls.empty(config, layer)
         arrays, values = dict(snapshot.arrays), snapshot.values
         state.recent, state.sinks = arrays.pop("recent", None), arrays.pop("sinks", None)
-        first_keys, first_values = arrays.pop("first_keys", None), arrays.pop("first_values", None)
-        if first_keys is not None and first_values is not None:
-            state.first = first_keys, first_values
+        state.exact.load(arrays)
         state.collecting = bool(values["collecting"])
         scale = values["scale"]
         state.scale = None if scale is None else float(scale)
