@@ -92,7 +92,11 @@ def veloxquant_account(state: TurboQuantRVQState) -> ByteCount:
 
 @hookimpl
 def veloxquant_trim(state: TurboQuantRVQState, count: int) -> int:
-    """Forget the last tokens; exact for up to 64 since the last new ones, and for any number without recent rows."""
+    """Forget the last tokens.
+
+    Exact for any number without recent rows. With them the rows that are still held as they came must reach back to
+    ``recent`` rows before the new end: up to 64 tokens after ``recent + 64`` new rows, fewer after another rewind.
+    """
     state.trim(count)
     return count
 

@@ -101,7 +101,8 @@ class Quantizer:
 
     def decode(self, codes: mx.array, scales: mx.array) -> mx.array:
         """Rebuild vectors ``[..., dim]`` in fp32."""
-        return self.rotation.undo(self.points(codes) * scales.astype(mx.float32))
+        # Scaled last: sums over the coordinates of a vector near the end of fp32 would overflow.
+        return self.rotation.undo(self.points(codes)) * scales.astype(mx.float32)
 
     def _nearest(self, coordinates: mx.array) -> mx.array:
         # What is not a number gets some code; the scale of its vector says so.
