@@ -48,7 +48,7 @@ def test_more_bits_cost_less():
 
 def test_half_the_divergence_of_mlx_lm_at_no_more_bytes():
     """Everything packed, nothing kept as it came, against mlx-lm's own 4-bit cache."""
-    caches = ours(bits=2, value_bits=4, sinks=0, recent=0)
+    caches = ours(bits=3, value_bits=3, sinks=0, recent=0)
     packed = divergence(caches)
     quantized = [QuantizedKVCache(64, 4) for _ in caches]
     theirs = divergence(quantized)
