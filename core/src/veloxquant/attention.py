@@ -21,7 +21,16 @@ import mlx.core as mx
 from veloxquant.errors import RoutingError
 from veloxquant.errors import UnsupportedModelError
 
-__all__ = ["attention", "causal_mask", "is_routed", "live_mask", "route", "unroute"]
+__all__ = [
+    "attention",
+    "causal_mask",
+    "is_routed",
+    "live_attention",
+    "live_mask",
+    "refuse_other_rows",
+    "route",
+    "unroute",
+]
 
 BASE = "mlx_lm.models.base"
 NAME = "scaled_dot_product_attention"
@@ -53,12 +62,59 @@ def attention(
     Raises:
         RoutingError: An array mask does not fit the rows.
     """
-    if isinstance(mask, mx.array) and mask.shape[-1] not in (1, keys.shape[2]):
+    refuse_other_rows(mask, keys.shape[2])
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
+def live_attention(
+    method: str,
+    valid: mx.array | None,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Dense attention around rows that a rewind left dead in some heads.
+
+    Args:
+        method: Name of the method, for a message.
+        valid: Live rows ``[B, Hkv, rows]`` bool, as ``PositionedRows.valid`` gives them, or None when all are.
+        queries: As for ``attention``, and so are all that follow.
+        keys: As for ``attention``.
+        values: As for ``attention``.
+        scale: As for ``attention``.
+        mask: As for ``attention``.
+        sinks: As for ``attention``.
+
+    Returns:
+        ``[B, Hq, L, Dv]`` in the dtype of the queries.
+
+    Raises:
+        RoutingError: An array mask does not fit the rows, or meets dead ones.
+    """
+    if valid is not None:
+        if isinstance(mask, mx.array):
+            raise RoutingError(
+                f"{method} cannot combine a mask array of the model with rows that were rewound head by head; "
+                "start a new cache instead of rewinding into the evicted prompt"
+            )
+        mask = live_mask(valid, queries.shape[1], queries.shape[2])
+    return attention(queries, keys, values, scale, mask, sinks)
+
+
+def refuse_other_rows(mask: mx.array | str | None, rows: int) -> None:
+    """Refuse a mask array that was made for another number of rows.
+
+    Raises:
+        RoutingError: It was.
+    """
+    if isinstance(mask, mx.array) and mask.shape[-1] not in (1, rows):
         raise RoutingError(
-            f"the model's mask covers {mask.shape[-1]} rows where the cache holds {keys.shape[2]}: layers that hold "
+            f"the model's mask covers {mask.shape[-1]} rows where the cache holds {rows}: layers that hold "
             "different numbers of rows cannot share one mask array; use a method that keeps all layers alike"
         )
-    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
 def causal_mask(length: int, rows: int) -> mx.array:

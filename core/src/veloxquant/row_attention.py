@@ -5,9 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 
 from veloxquant.attention import causal_mask
-from veloxquant.errors import RoutingError
+from veloxquant.attention import refuse_other_rows
 from veloxquant.rows import RowStore
 from veloxquant.rows import grouped
+from veloxquant.rows import products
 
 __all__ = ["attend_rows", "masked_weights"]
 
@@ -44,11 +45,11 @@ def attend_rows(
     """
     end = store.count - last[0].shape[2]
     start = 0 if first is None else first[0].shape[2]
-    parts = [_product(queries, last[0])]
+    parts = [products(queries, last[0])]
     if start < end:
         parts.insert(0, store.scores(queries)[..., start:end])
     if first is not None:
-        parts.insert(0, _product(queries, first[0]))
+        parts.insert(0, products(queries, first[0]))
     weights = masked_weights(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1), scale, mask, sinks)
     output = _mix(weights[..., end:], last[1])
     if start < end:
@@ -83,24 +84,14 @@ def masked_weights(
     logits = logits * scale
     if isinstance(mask, str):
         mask = causal_mask(length, rows) if length > 1 else None
+    refuse_other_rows(mask, rows)
     if mask is not None:
-        if mask.shape[-1] not in (1, rows):
-            raise RoutingError(
-                f"the model's mask covers {mask.shape[-1]} rows where the cache holds {rows}: layers that hold "
-                "different numbers of rows cannot share one mask array; use a method that keeps all layers alike"
-            )
         # The lowest finite number and not -inf: a row that masks everything must not become NaN.
         logits = mx.where(mask, logits, mx.finfo(mx.float32).min) if mask.dtype == mx.bool_ else logits + mask
     if sinks is None:
         return mx.softmax(logits, axis=-1, precise=True)
     column = mx.broadcast_to(sinks.astype(mx.float32).reshape(1, -1, 1, 1), (*logits.shape[:3], 1))
     return mx.softmax(mx.concatenate([column, logits], axis=-1), axis=-1, precise=True)[..., 1:]
-
-
-def _product(queries: mx.array, keys: mx.array) -> mx.array:
-    batch, heads, length, _ = queries.shape
-    stacked = grouped(queries, keys.shape[1]).astype(mx.float32)
-    return (stacked @ keys.astype(mx.float32).swapaxes(-1, -2)).reshape(batch, heads, length, keys.shape[2])
 
 
 def _mix(weights: mx.array, values: mx.array) -> mx.array:

@@ -16,7 +16,7 @@ import mlx.core as mx
 from veloxquant.buffers import GrowingArrays
 from veloxquant.types import ByteCount
 
-__all__ = ["DenseRows", "RowStore", "grouped", "weighted"]
+__all__ = ["DenseRows", "RowStore", "grouped", "products", "weighted"]
 
 
 @runtime_checkable
@@ -80,6 +80,14 @@ def grouped(queries: mx.array, kv_heads: int) -> mx.array:
     return queries.reshape(batch, kv_heads, heads // kv_heads * length, dim)
 
 
+def products(queries: mx.array, keys: mx.array) -> mx.array:
+    """Products of queries ``[B, Hq, L, Dk]`` and keys ``[B, Hkv, n, Dk]``: ``[B, Hq, L, n]`` in fp32."""
+    batch, heads, length, _ = queries.shape
+    stacked = grouped(queries, keys.shape[1]).astype(mx.float32)
+    product = stacked @ keys.astype(mx.float32).swapaxes(-1, -2)
+    return product.reshape(batch, heads, length, keys.shape[2])
+
+
 def weighted(weights: mx.array, values: mx.array) -> mx.array:
     """Sums of values with fp32 weights.
 
@@ -130,11 +138,7 @@ class DenseRows:
 
     def scores(self, queries: mx.array) -> mx.array:
         """Products of queries and keys ``[B, Hq, L, rows]`` in fp32."""
-        keys = self._rows.live("keys")
-        batch, heads, length, _ = queries.shape
-        stacked = grouped(queries, keys.shape[1]).astype(mx.float32)
-        product = stacked @ keys.astype(mx.float32).swapaxes(-1, -2)
-        return product.reshape(batch, heads, length, self.count)
+        return products(queries, self._rows.live("keys"))
 
     def mix(self, weights: mx.array) -> mx.array:
         """Sums of values weighted by ``weights``, ``[B, Hq, L, Dv]`` in fp32."""

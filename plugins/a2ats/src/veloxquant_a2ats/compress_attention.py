@@ -6,7 +6,7 @@ import attrs
 import mlx.core as mx
 
 from veloxquant import Rope
-from veloxquant import RoutingError
+from veloxquant.attention import refuse_other_rows
 from veloxquant_a2ats.codebook import Codebook
 from veloxquant_a2ats.rotation import derotate
 from veloxquant_a2ats.rotation import far_query_rope
@@ -74,11 +74,7 @@ def attend_coded(
     """
     batch, heads, length, dim = queries.shape
     kv_heads = rows.exact[0].shape[1]
-    if isinstance(mask, mx.array) and mask.shape[-1] not in (1, rows.end):
-        raise RoutingError(
-            f"the model's mask covers {mask.shape[-1]} rows where the cache holds {rows.end}: layers that hold "
-            "different numbers of rows cannot share one mask array"
-        )
+    refuse_other_rows(mask, rows.end)
     first = rows.end - length
     far = far_query_rope(derotate(queries, rows.rope, first), rows.rope, rows.far_position)
     shape = (batch, kv_heads, heads // kv_heads, length, dim)

@@ -7,6 +7,7 @@ import mlx.core as mx
 from veloxquant import RoutingError
 from veloxquant import attend_rows
 from veloxquant.attention import attention
+from veloxquant.attention import live_attention
 from veloxquant.attention import live_mask
 from veloxquant_rocketkv.exact import Pair
 from veloxquant_rocketkv.exact import placed
@@ -30,14 +31,8 @@ def attend_all(
         RoutingError: Dead rows and a mask array of the model come together.
     """
     valid = state.rows.valid()
-    if valid is not None:
-        if isinstance(mask, mx.array):
-            raise RoutingError(
-                "rocketkv cannot combine a mask array of the model with rows that were rewound head by head; "
-                "start a new cache instead of rewinding into the evicted prompt"
-            )
-        mask = live_mask(valid[..., : keys.shape[2]], queries.shape[1], queries.shape[2])
-    return attention(queries, keys, values, scale, mask, sinks)
+    seen = None if valid is None else valid[..., : keys.shape[2]]
+    return live_attention("rocketkv", seen, queries, keys, values, scale, mask, sinks)
 
 
 def attend_chosen(

@@ -16,11 +16,9 @@ import mlx.core as mx
 from veloxquant import ByteCount
 from veloxquant import LayerSpec
 from veloxquant import MethodInfo
-from veloxquant import RoutingError
 from veloxquant import Snapshot
 from veloxquant import hookimpl
-from veloxquant.attention import attention
-from veloxquant.attention import live_mask
+from veloxquant.attention import live_attention
 from veloxquant_snapkv.config import SnapKVConfig
 from veloxquant_snapkv.state import SnapKVState
 
@@ -75,15 +73,7 @@ def veloxquant_attend(
     sinks: mx.array | None,
 ) -> mx.array | None:
     """Remember the queries of an open prompt; attend densely, or around rows that a rewind left dead."""
-    valid = state.rows.valid()
-    if valid is not None:
-        if isinstance(mask, mx.array):
-            raise RoutingError(
-                "snapkv cannot combine a mask array of the model with rows that were rewound head by head; "
-                "start a new cache instead of rewinding into the evicted prompt"
-            )
-        mask = live_mask(valid, queries.shape[1], queries.shape[2])
-    output = attention(queries, keys, values, scale, mask, sinks)
+    output = live_attention("snapkv", state.rows.valid(), queries, keys, values, scale, mask, sinks)
     # Only now: attention may refuse a mask, and then nothing must have changed.
     if state.collecting:
         state.scale, state.sinks = scale, sinks

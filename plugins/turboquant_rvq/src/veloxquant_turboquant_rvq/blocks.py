@@ -12,7 +12,6 @@ from collections.abc import Mapping
 import attrs
 import mlx.core as mx
 
-from veloxquant.buffers import GrowingArrays
 from veloxquant_turboquant_rvq.codes import RowCodes
 from veloxquant_turboquant_rvq.codes import affine
 from veloxquant_turboquant_rvq.packing import pack
@@ -108,10 +107,6 @@ class BlockCodes:
             return self._tail.codes()
         blocks = self._unpacked(self._blocks)
         return mx.concatenate([blocks, self._tail.codes()], axis=2) if self._tail.count else blocks
-
-    def scores(self, rows: mx.array, scales: GrowingArrays) -> mx.array:
-        """As ``RowCodes.scores``."""
-        return self.product(rows) * scales.live("key_scales").swapaxes(-1, -2).astype(mx.float32)
 
     def product(self, rows: mx.array) -> mx.array:
         """As ``RowCodes.product``."""

@@ -8,7 +8,6 @@ import attrs
 import mlx.core as mx
 
 from veloxquant.buffers import GrowingArrays
-from veloxquant_turboquant_rvq import cuda
 from veloxquant_turboquant_rvq.packing import pack
 from veloxquant_turboquant_rvq.packing import unpack
 from veloxquant_turboquant_rvq.packing import words
@@ -83,21 +82,6 @@ class RowCodes:
     def codes(self) -> mx.array:
         """All codes ``[B, H, rows, dim]`` uint8."""
         return unpack_rows(self._rows.live("codes"), self.quantizer)
-
-    def scores(self, rows: mx.array, scales: GrowingArrays) -> mx.array:
-        """Products of rotated vectors with every row, scaled.
-
-        Args:
-            rows: ``[B, H, M, dim]`` fp32.
-            scales: The scales of the rows, named ``key_scales``.
-
-        Returns:
-            ``[B, H, M, count]`` fp32.
-        """
-        words = self._rows.whole("codes")
-        if cuda.serves(self.quantizer, words.shape[3], rows.shape[2]):
-            return cuda.row_scores(rows, words, scales.whole("key_scales"), self.quantizer, self.count)
-        return self.product(rows) * scales.live("key_scales").swapaxes(-1, -2).astype(mx.float32)
 
     def product(self, rows: mx.array) -> mx.array:
         """Products of rotated vectors with the levels of every row.

@@ -80,11 +80,11 @@ class TurboQuantRVQState:
         # Only now, after the new rows were written: a view taken before would keep the buffer from being written in
         # place.
         keys, values = self.rows.keys_values()
-        parts = [ExactRows(keys[:, :, :end], values[:, :, :end] if self.config.value_bits else None), fresh]
+        held = ExactRows(keys[:, :, :end], values[:, :, :end] if self.config.value_bits else None)
         first = self.leading(end)
         if first is not None:
-            parts[0] = first.followed_by(parts[0].part(first.count, end))
-        whole = parts[0].followed_by(fresh)
+            held = first.followed_by(held.part(first.count, end))
+        whole = held.followed_by(fresh)
         return whole.keys, values if whole.values is None else whole.values
 
     def leading(self, end: int) -> ExactRows | None:

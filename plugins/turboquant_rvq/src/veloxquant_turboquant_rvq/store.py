@@ -13,6 +13,7 @@ from veloxquant import UnsupportedShapeError
 from veloxquant.buffers import GrowingArrays
 from veloxquant.rows import grouped
 from veloxquant.rows import weighted
+from veloxquant_turboquant_rvq import cuda
 from veloxquant_turboquant_rvq.blocks import BlockCodes
 from veloxquant_turboquant_rvq.blocks import serves
 from veloxquant_turboquant_rvq.codes import RowCodes
@@ -122,7 +123,13 @@ class TurboQuantRows:
         batch, heads, length, _ = queries.shape
         kv_heads = self._rows.whole("key_scales").shape[1]
         rotated = codes.quantizer.rotation.apply(grouped(queries, kv_heads))
-        return codes.scores(rotated, self._rows).reshape(batch, heads, length, self.count)
+        return self._scaled_products(codes, rotated).reshape(batch, heads, length, self.count)
+
+    def _scaled_products(self, codes: RowCodes | BlockCodes, rotated: mx.array) -> mx.array:
+        if isinstance(codes, RowCodes) and cuda.serves(codes.quantizer, codes.words.shape[3], rotated.shape[2]):
+            scales = self._rows.whole("key_scales")
+            return cuda.row_scores(rotated, codes.words, scales, codes.quantizer, self.count)
+        return codes.product(rotated) * self._rows.live("key_scales").swapaxes(-1, -2).astype(mx.float32)
 
     def mix(self, weights: mx.array) -> mx.array:
         """Sums of values ``[B, Hq, L, Dv]`` in fp32; packed ones are rotated back once, after the sum."""
