@@ -103,7 +103,9 @@ def test_scores_and_mixes_are_products_in_fp32(rows, queries, as_numpy, shape, g
     expected = np.einsum("bhln,bhnd->bhld", np.array(weights), np.repeat(as_numpy(values), group, axis=1))
     assert mixed.dtype == mx.float32
     assert mixed.shape == (shape["batch"], heads, 5, shape["value_dim"])
-    assert np.allclose(np.array(mixed), expected, atol=1e-5)
+    # On a GPU weights are rounded to the dtype of the values.
+    rounded = mx.default_device() == mx.gpu and dtype != "float32"
+    assert np.allclose(np.array(mixed), expected, atol=1e-2 if rounded else 1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

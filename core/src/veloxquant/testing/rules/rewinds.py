@@ -199,7 +199,8 @@ def _rewind(subject: Subject, seen: int, left: int, what: str) -> None:
     looked_at = mx.random.uniform(shape=(1, subject.shape.kv_heads, seen, 1), key=mx.random.key(9)) < share
     keys = mx.where(looked_at, mx.where(forgotten, 1.2 * direction, direction), rows.keys).astype(rows.keys.dtype)
     values = mx.where(forgotten, _MARK, rows.values).astype(rows.values.dtype)
-    queries = mx.broadcast_to(direction, rows.queries.shape).astype(rows.queries.dtype)
+    # An array of its own: MLX's attention on CUDA fails on queries that are a broadcast view, which no model has.
+    queries = mx.contiguous(mx.broadcast_to(direction, rows.queries.shape).astype(rows.queries.dtype))
     cache = subject.cache()
     feed(cache, Rows(queries, keys, values), [*subject.prompt, *[1] * (seen - subject.tokens)])
     returned = cache.trim(seen - left)
