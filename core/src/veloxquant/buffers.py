@@ -10,6 +10,8 @@ import mlx.core as mx
 
 from veloxquant.errors import UnsupportedShapeError
 
+Stream = mx.Stream | mx.ThreadLocalStream | None
+
 __all__ = ["GrowingArrays", "flat_index"]
 
 
@@ -25,9 +27,19 @@ def _first_rows(batch: int, heads: int, rows: int) -> mx.array:
     return mx.array([[[(one * heads + head) * rows] for head in range(heads)] for one in range(batch)], mx.int32)
 
 
+def _second_stream() -> Stream:
+    """A second stream of a CPU, which has a thread for each stream; None on a GPU."""
+    return _cpu_stream() if mx.default_device().type == mx.DeviceType.cpu else None
+
+
+@functools.cache
+def _cpu_stream() -> Stream:
+    return mx.new_thread_local_stream(mx.cpu)
+
+
 def _step(capacity: int) -> int:
-    """Rows to grow by: an eighth, in multiples of 16, so that a small budget has little slack."""
-    return min(256, max(16, capacity // 8 // 16 * 16))
+    """Rows to grow by: a sixteenth, in multiples of 16, so that a small budget has little slack."""
+    return min(256, max(16, capacity // 16 // 16 * 16))
 
 
 def _capacity(capacity: int, needed: int) -> int:
@@ -100,12 +112,16 @@ class GrowingArrays:
         if not self._buffers:
             return {}
         count, flat = index.shape[2], flat_index(index, next(iter(self._buffers.values())).shape[2])
-        return {name: self._taken(buffer, count, flat) for name, buffer in self._buffers.items()}
+        rows: dict[str, mx.array] = {}
+        for number, (name, buffer) in enumerate(self._buffers.items()):
+            # What is read first is used first; the others are read meanwhile.
+            rows[name] = self._taken(buffer, count, flat, _second_stream() if number else None)
+        return rows
 
     @staticmethod
-    def _taken(buffer: mx.array, count: int, flat: mx.array) -> mx.array:
+    def _taken(buffer: mx.array, count: int, flat: mx.array, stream: Stream = None) -> mx.array:
         batch, heads, _, dim = buffer.shape
-        return mx.take(buffer.reshape(-1, dim), flat, axis=0).reshape(batch, heads, count, dim)
+        return mx.take(buffer.reshape(-1, dim), flat, axis=0, stream=stream).reshape(batch, heads, count, dim)
 
     def select(self, index: mx.array) -> GrowingArrays:
         """The rows ``index`` of every array, as an instance of their own that fits exactly."""

@@ -108,7 +108,7 @@ def weighted(weights: mx.array, values: mx.array) -> mx.array:
 
 @attrs.define(eq=False)
 class DenseRows:
-    """Rows as they came, in buffers that grow by an eighth (16 to 256 rows)."""
+    """Rows as they came, in buffers that grow by a sixteenth (16 to 256 rows)."""
 
     lossless = True
 

@@ -69,7 +69,9 @@ class CompactSummary:
         return paired[..., 0] | (paired[..., 1] << 4)
 
     def scores(self, queries: mx.array, channels: mx.array, scale: float) -> mx.array:
-        """Approximate logits ``[B, Hkv, G, pages]`` of all pages, all of a head off by one number.
+        """Approximate logits ``[B, Hkv, G, capacity]``, all of a head off by one number.
+
+        What lies behind the pages means nothing.
 
         Args:
             queries: ``[B, Hkv, G, D]`` fp32.
@@ -86,7 +88,7 @@ class CompactSummary:
         both, odd = weighted @ codes.astype(mx.float32), weighted @ (codes >> 4).astype(mx.float32)
         batch, heads, group, width = both.shape
         paired = mx.stack([both - 16 * odd, odd], axis=4)
-        return paired.reshape(batch, heads, group, 2 * width)[..., : self.pages]
+        return paired.reshape(batch, heads, group, 2 * width)
 
     def outgrown(self, pages: int) -> bool:
         """Whether there are so many more pages than set the levels that these must be set anew."""

@@ -129,13 +129,14 @@ class Selector:
         index = mx.arange(start, stop, dtype=mx.int32)
         return self._stored(mx.broadcast_to(index, (self._batch, self._heads, stop - start)))
 
-    def _alive_pages(self, pages: int) -> mx.array | None:
-        """Which pages have a live row ``[B, Hkv, pages]``; None when all have."""
+    def _alive_pages(self, pages: int, width: int) -> mx.array | None:
+        """Which of ``width`` columns are one of the first pages and have a live row; None when all are and have."""
         valid = self.rows.valid()
         if valid is None:
-            return None
+            return None if pages == width else (_offsets(width) < pages)[None, None]
         paged = valid[:, :, : pages * self._page_size]
-        return paged.reshape(self._batch, self._heads, pages, self._page_size).any(axis=3)
+        alive = paged.reshape(self._batch, self._heads, pages, self._page_size).any(axis=3)
+        return mx.pad(alive, [(0, 0), (0, 0), (0, width - pages)])
 
     # --------------------------------------------------------------- choice
 
@@ -190,16 +191,16 @@ class Selector:
         return self.choose(queries, dim**-0.5, keep_recent=keep_recent)
 
     def _ranked(self, queries: mx.array, scale: float, pages: int) -> mx.array:
+        # All columns are ranked, spare capacity too: a slice of an array is several times slower to go through.
         if self.config.ranking == "rows":
-            logits = row_scores(self.rows.store.scores(queries), self._heads, scale)[..., :pages]
-            return rank(logits, self._alive_pages(pages))
+            logits = row_scores(self.rows.store.scores(queries), self._heads, scale)
+            return rank(logits, self._alive_pages(pages, logits.shape[3]))
         self._extend(pages)
         grouped = queries.astype(mx.float32).reshape(self._batch, self._heads, -1, queries.shape[3])
         channels = choose_channels(grouped, self._channels)
-        alive = self._alive_pages(pages)
-        if self._page_size == 1:
-            return rank(self.summary.scores(grouped, channels, scale)[..., :pages], alive)
-        return rank_roughly(self.summary.scores(grouped, channels, scale * BITS)[..., :pages], alive)
+        exact = self._page_size == 1
+        logits = self.summary.scores(grouped, channels, scale if exact else scale * BITS)
+        return (rank if exact else rank_roughly)(logits, self._alive_pages(pages, logits.shape[3]))
 
     def _rows_of(self, pages: mx.array) -> mx.array:
         size = self._page_size
@@ -262,10 +263,10 @@ class Selector:
         }
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _offsets(size: int) -> mx.array:
-    """The rows of a page, from its first one."""
-    return mx.array(list(range(size)), mx.int32)
+    """0, 1, ... as an array."""
+    return mx.array(np.arange(size, dtype=np.int32))
 
 
 def _unchanged(before: mx.array | None, after: mx.array | None) -> int:

@@ -184,7 +184,7 @@ def rank_roughly(logits: mx.array, alive: mx.array | None = None) -> mx.array:
 
 
 def _buried(logits: mx.array, alive: mx.array | None) -> mx.array:
-    return logits if alive is None else mx.where(alive[:, :, None], logits, -1e30)
+    return logits if alive is None else logits + mx.where(alive, 0.0, -1e30)[:, :, None]
 
 
 def _summed(weights: mx.array, alive: mx.array | None) -> mx.array:

@@ -11,9 +11,9 @@ __all__ = ["PageSummary", "capacity_for"]
 
 
 def capacity_for(capacity: int, needed: int) -> int:
-    """Pages to hold room for: an eighth more at a time, 8 to 128."""
+    """Pages to hold room for: a sixteenth more at a time, 8 to 128."""
     while capacity < needed:
-        capacity += min(128, max(8, capacity // 64 * 8))
+        capacity += min(128, max(8, capacity // 128 * 8))
     return capacity
 
 
@@ -67,9 +67,9 @@ class PageSummary:
         self.pages, self.bounds, self._base = 0, None, 0
 
     def scores(self, queries: mx.array, channels: mx.array, scale: float) -> mx.array:
-        """Approximate logits ``[B, Hkv, G, pages]`` of all pages, see ``page_scores``."""
+        """Approximate logits ``[B, Hkv, G, capacity]``, see ``page_scores``; those behind the pages mean nothing."""
         assert self.bounds is not None
-        return page_scores(queries, self.bounds, channels, scale)[..., : self.pages]
+        return page_scores(queries, self.bounds, channels, scale)
 
     def live(self) -> mx.array | None:
         """The bounds of the pages summarised, without spare capacity; None when there are none."""
