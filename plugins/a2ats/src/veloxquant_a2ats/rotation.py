@@ -153,9 +153,37 @@ def far_query_rope(queries: mx.array, rope: Rope, position: int) -> mx.array:
     Returns:
         Queries to multiply keys without position by, in fp32.
     """
-    # One row each, so that all of them get the same position.
-    flat = queries.reshape(-1, 1, 1, queries.shape[-1])
-    return _turn(flat, rope, position, rope.scale).reshape(queries.shape)
+    # As sums of products: MLX's rotation on CUDA fails on many rows that have one position each.
+    cosines, sines = _angles(rope, position)
+    rows = queries.astype(mx.float32)
+    turned, rest = rows[..., : rope.dims], rows[..., rope.dims :]
+    found = turned * cosines + _swapped(turned, rope.traditional) * sines
+    return found if rope.dims == rows.shape[-1] else mx.concatenate([found, rest], axis=-1)
+
+
+@functools.lru_cache(maxsize=64)
+def _angles(rope: Rope, position: int) -> tuple[mx.array, mx.array]:
+    """What the channels of a row, and those of its pairs swapped, are multiplied with at a position ``[dims]`` each."""
+    size = rope.dims // 2
+    first = mx.concatenate([mx.ones(size), mx.zeros(size)])
+    if rope.traditional:
+        first = first.reshape(2, size).T.reshape(-1)
+    # The first of each pair is turned into cosine and sine.
+    turned = _turn(first.reshape(1, 1, 1, -1), rope, position, rope.scale).reshape(-1)
+    swapped = _swapped(turned, rope.traditional)
+    found = mx.where(first > 0, turned, swapped), mx.where(first > 0, -swapped, turned)
+    # Once a rotation: whichever thread asks next, nothing is left to compute.
+    mx.eval(found)
+    return found
+
+
+def _swapped(rows: mx.array, traditional: bool) -> mx.array:
+    """The channels of every pair in the other order."""
+    if traditional:
+        pairs = rows.reshape(*rows.shape[:-1], -1, 2)
+        return pairs[..., ::-1].reshape(rows.shape)
+    size = rows.shape[-1] // 2
+    return mx.concatenate([rows[..., size:], rows[..., :size]], axis=-1)
 
 
 def _turn(rows: mx.array, rope: Rope, offset: int, scale: float) -> mx.array:
