@@ -117,9 +117,7 @@ def test_options_may_say_that_nothing_is_evicted(toys, drop, proxy, routed):
     registry.register(Sometimes())
     for true_queries, trim in ((False, proxy), (True, routed)):
         model = models.tiny_llama()
-        caches = make_prompt_cache(
-            model, "noop_attend", {"drop": drop}, true_queries=true_queries, registry=registry
-        )
+        caches = make_prompt_cache(model, "noop_attend", {"drop": drop}, true_queries=true_queries, registry=registry)
         unroute(model)
         assert {layer.trim for layer in report(caches).layers} == {trim}
 

@@ -52,7 +52,8 @@ class MethodInfo:
         prompt_window: Name of the config option that says how many of the prompt's last queries the method looks
             at; a block of at least that many rows counts as prompt. None: blocks of 32 rows do.
         exact_rows: Name of the option or property of the config that says how many of the newest rows a codec attends
-            to as they came; unless that is 0, a rewind of more than 64 tokens is approximate, for older rows are left as codes.
+            to as they came; unless that is 0, a rewind of more than 64 tokens is approximate, for older rows are left
+            as codes.
         protocol: Version of the hook protocol that the plugin was written for.
     """
 
