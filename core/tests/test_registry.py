@@ -175,7 +175,7 @@ def _broken(toys):
         "past": (with_info(toys, protocol=0), ["protocol 0", "update (registered)"]),
         "config": (with_info(toys, config=dict), ["attrs class", "dict"]),
         "window": (with_info(toys, prompt_window="windw"), ["prompt_window", "windw"]),
-        "exact": (with_info(toys, exact_rows="recnt"), ["exact_rows", "recnt"]),
+        "exact": (with_info(toys, exact_rows="recnt"), ["exact_rows", "recnt", "property"]),
         "misnamed": (with_info(toys, name="other"), ["other"]),
         "none": (None, ["None"]),
     }

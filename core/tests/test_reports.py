@@ -76,17 +76,50 @@ def test_modes_and_trimming(registry, name, true_queries, mode, trim):
     assert {layer.trim for layer in got.layers} == {trim}
 
 
+@attrs.frozen(kw_only=True)
+class RingedConfig:
+    """The number of exact rows follows from other options, as does whether prompt rows are dropped."""
+
+    levels: int = 8
+    drop: bool = False
+
+    @property
+    def ring(self):
+        return self.levels // 2
+
+    @property
+    def evicts(self):
+        return self.drop
+
+
+@pytest.mark.parametrize("name", ["levels", "ring"])
 @pytest.mark.parametrize(("levels", "trim"), [(0, "exact"), (8, "approximate")])
-def test_a_codec_that_keeps_newest_rows_exact_rewinds_approximately(toys, levels, trim):
+def test_a_codec_that_keeps_newest_rows_exact_rewinds_approximately(toys, name, levels, trim):
     class Ringed(toys.Coarse):
         @hookimpl
         def veloxquant_method(self):
-            return attrs.evolve(super().veloxquant_method(), exact_rows="levels")
+            return attrs.evolve(super().veloxquant_method(), config=RingedConfig, exact_rows=name)
 
     registry = Registry(entry_points=[])
     registry.register(Ringed())
     caches = make_prompt_cache(models.tiny_llama(), "coarse", {"levels": levels}, registry=registry)
     assert {layer.trim for layer in report(caches).layers} == {trim}
+
+
+@pytest.mark.parametrize(("drop", "proxy", "routed"), [(False, "exact", "exact"), (True, "refused", "approximate")])
+def test_options_may_say_that_nothing_is_evicted(toys, drop, proxy, routed):
+    class Sometimes(toys.NoOpAttend):
+        @hookimpl
+        def veloxquant_method(self):
+            return attrs.evolve(super().veloxquant_method(), config=RingedConfig, prompt_window=None, evicts=True)
+
+    registry = Registry(entry_points=[])
+    registry.register(Sometimes())
+    for true_queries, trim in ((False, proxy), (True, routed)):
+        model = models.tiny_llama()
+        caches = make_prompt_cache(model, "noop_attend", {"drop": drop}, true_queries=true_queries, registry=registry)
+        unroute(model)
+        assert {layer.trim for layer in report(caches).layers} == {trim}
 
 
 def test_query_modes_that_differ_are_mixed(proxy, routed):

@@ -221,7 +221,7 @@ class LayerCache:
 
     def is_trimmable(self) -> bool:
         """Whether ``trim`` works; the same answer on an empty and on a used cache."""
-        return self.method.trimmable(self.query_mode)
+        return self.method.trimmable(self.query_mode, self.config)
 
     def trim(self, n: int) -> int:
         """Forget the last tokens.

@@ -49,9 +49,17 @@ class Method:
         """What it cannot do without when run with these options: its own needs, and those that the options name."""
         return frozenset((*self.info.needs, *getattr(config, "needs", ())))
 
-    def trimmable(self, mode: QueryMode | None) -> bool:
-        """Whether caches in this query mode can be trimmed."""
-        return self.ops.trim is not None and not (self.info.evicts and mode != "routed")
+    def evicts(self, config: Any = None) -> bool:
+        """Whether prompt rows are dropped for good when run with these options; with None, whether they may be."""
+        return self.info.evicts and bool(getattr(config, "evicts", True))
+
+    def exact_rows(self, config: Any) -> int:
+        """How many of the newest rows are attended to as they came and left as codes later, with these options."""
+        return 0 if self.info.exact_rows is None else int(getattr(config, self.info.exact_rows))
+
+    def trimmable(self, mode: QueryMode | None, config: Any = None) -> bool:
+        """Whether caches in this query mode can be trimmed, whatever the options or with these."""
+        return self.ops.trim is not None and not (self.evicts(config) and mode != "routed")
 
     def __deepcopy__(self, memo: object) -> Method:
         return self
@@ -84,7 +92,12 @@ def checked_info(ops: Ops, entry: Entry, origin: str) -> MethodInfo:
     if not attrs.has(info.config):
         raise PluginError(f"{origin}: the config must be an attrs class, {info.config.__name__} is not")
     for field in ("prompt_window", "exact_rows"):
-        option = getattr(info, field)
-        if option is not None and option not in attrs.fields_dict(info.config):
-            raise PluginError(f"{origin}: {field} names '{option}', which is no option of the config")
+        name = getattr(info, field)
+        if name is not None and not _has(info.config, name):
+            raise PluginError(f"{origin}: {field} names '{name}', which is no option or property of the config")
     return info
+
+
+def _has(config: type, name: str) -> bool:
+    """Whether instances of a config class have an option or a property of this name."""
+    return name in attrs.fields_dict(config) or isinstance(getattr(config, name, None), property)

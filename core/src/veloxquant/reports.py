@@ -173,8 +173,8 @@ def _details(count: ByteCount) -> dict[str, Any]:
 def _trim(cache: LayerCache) -> str:
     if not cache.is_trimmable():
         return "refused"
-    info = cache.method.info
-    lossy = info.evicts or (info.exact_rows is not None and getattr(cache.config, info.exact_rows) > 0)
+    method, config = cache.method, cache.config
+    lossy = method.evicts(config) or method.exact_rows(config) > 0
     return "approximate" if lossy else "exact"
 
 

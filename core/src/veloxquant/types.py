@@ -47,11 +47,13 @@ class MethodInfo:
         kind: The family in one word, for example ``eviction``, ``codec`` or ``sparse``.
         paper: Where the algorithm comes from, or None.
         needs: What the method cannot do without, see ``Need``.
-        evicts: True when prompt rows are dropped for good; a proxy cache of such a method cannot be trimmed.
+        evicts: True when prompt rows are dropped for good; a proxy cache of such a method cannot be trimmed. A config
+            with a property ``evicts`` that is False says that its options keep every row.
         prompt_window: Name of the config option that says how many of the prompt's last queries the method looks
             at; a block of at least that many rows counts as prompt. None: blocks of 32 rows do.
-        exact_rows: Name of the config option that says how many of the newest rows a codec attends to as they came;
-            unless that is 0, a rewind of more than 64 tokens is approximate, for older rows are left as codes.
+        exact_rows: Name of the option or property of the config that says how many of the newest rows a codec attends
+            to as they came; unless that is 0, a rewind of more than 64 tokens is approximate, for older rows are left
+            as codes.
         protocol: Version of the hook protocol that the plugin was written for.
     """
 

@@ -58,7 +58,6 @@ class TestWithoutStage1(MethodTests):
     method = "rocketkv"
     config = RocketKVConfig(stage1=False, topk=24)
     dense_config = DENSE
-    expected_failures = KEEPS_ALL
 
 
 @pytest.mark.slow

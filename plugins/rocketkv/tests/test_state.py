@@ -417,6 +417,21 @@ def test_a_proxy_cache_is_not_trimmable_from_birth():
     assert cache.offset == 200
 
 
+def test_without_stage_1_proxy_caches_can_be_trimmed_exactly():
+    rows, (_, *other) = data(220), data(30, seed=7)
+    cache, plain = (veloxquant.get_cache("rocketkv", {"stage1": False, "topk": 20}) for _ in range(2))
+    assert cache.is_trimmable()
+    for one in (cache, plain):
+        feed(one, rows, [199, 1])
+    for start in range(20):
+        cache.update_and_fetch(*(array[:, :, start : start + 1] for array in other))
+    assert cache.trim(20) == 20
+    for start in range(200, 220):
+        own = [array[:, :, start : start + 1] for array in rows[1:]]
+        for got, expected in zip(cache.update_and_fetch(*own), plain.update_and_fetch(*own), strict=True):
+            assert mx.array_equal(got, expected)
+
+
 def test_the_work_in_python_does_not_grow_with_heads_or_batch():
     def calls(batch, kv_heads):
         layer = LayerSpec(query_mode="routed", query_heads=2 * kv_heads)

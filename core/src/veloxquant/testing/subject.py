@@ -81,6 +81,11 @@ class Subject:
         return self.cache().is_trimmable()
 
     @property
+    def evicts(self) -> bool:
+        """Whether the method drops rows for good with this config."""
+        return self.method.evicts(self.config)
+
+    @property
     def window(self) -> int:
         """Rows from which a block opens the prompt phase."""
         option = self.method.info.prompt_window
@@ -214,7 +219,7 @@ def make_subject(
 
 def _enough_tokens(subject: Subject) -> int:
     """The shortest prompt that makes an evicting method evict."""
-    if not subject.method.info.evicts:
+    if not subject.evicts:
         return TOKENS[0]
     for tokens in TOKENS:
         longer = attrs.evolve(subject, tokens=tokens)

@@ -117,6 +117,11 @@ class A2ATSConfig:
             )
 
     @property
+    def exact_rows(self) -> int:
+        """Newest rows attended as they came and as codes later; in retrieve mode rows never change."""
+        return self.window if self.mode == "compress" else 0
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """What these options cannot do without: choosing rows to read takes true queries."""
         return ("queries",) if self.mode == "retrieve" else ()

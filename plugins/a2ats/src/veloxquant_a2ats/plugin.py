@@ -32,6 +32,7 @@ INFO = MethodInfo(
     kind="codec",
     paper="arXiv:2502.12665",
     needs=("rope",),
+    exact_rows="exact_rows",
 )
 
 State = CompressState | RetrieveState

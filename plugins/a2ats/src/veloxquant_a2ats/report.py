@@ -52,17 +52,19 @@ def retrieve_details(state: RetrieveState) -> ByteCount:
     """Count what retrieve mode holds: rows, codes, how often they occur, and the shared codebook."""
     count = state.rows.account()
     codes = state.codes.nbytes("keys")
-    extra = codes + (0 if state.counts is None else state.counts.nbytes)
+    extra = codes + sum(array.nbytes for array in (state.counts, *(state.fresh or ())) if array is not None)
     codebook = state.model.codebook
     static = _static(state.model)
     held = count.held + extra
-    dense = count.keys + count.values
+    dense = [size * state.count for size in state.row_bytes]
     details: dict[str, Scalar] = {
         **count.details,
         "codebook": _codebook(state.model),
         "compressed_key_bytes": codes,
         "codebook_bytes": static,
-        "ratio": dense / held if held else 1.0,
+        "dense_bytes_keys": dense[0],
+        "dense_bytes_values": dense[1],
+        "ratio": sum(dense) / held if held else 1.0,
         "centroids": 0 if codebook is None else codebook.keys.shape[2],
         "tokens_seen": state.count,
         "tokens_retrieved": state.attended,

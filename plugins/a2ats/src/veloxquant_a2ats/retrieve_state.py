@@ -1,4 +1,4 @@
-"""What retrieve mode holds of one layer: all rows as they came, and one code a key to rank them by."""
+"""What retrieve mode holds of one layer: all rows in a store, and one code a key to rank them by."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from veloxquant import ByteCount
 from veloxquant import LayerSpec
 from veloxquant import PositionedRows
 from veloxquant import Snapshot
+from veloxquant import attend_rows
 from veloxquant.attention import attention
 from veloxquant.buffers import GrowingArrays
 from veloxquant_a2ats.config import A2ATSConfig
@@ -49,6 +50,10 @@ class RetrieveState:
     in_prompt: bool = True
     # Rows read by the last call, for the report.
     attended: int = 0
+    # Bytes of the key and of the value of one token in all heads, as they came.
+    row_bytes: tuple[int, int] = (0, 0)
+    # From a step to its attention: its own row as it came, where the store loses something.
+    fresh: tuple[mx.array, mx.array] | None = None
 
     @classmethod
     def empty(cls, config: A2ATSConfig, layer: LayerSpec) -> RetrieveState:
@@ -67,7 +72,10 @@ class RetrieveState:
         codes, _ = codebook.encode_keys(derotate(keys, self.model.rope, self.count))
         self.codes.append({"keys": codes})
         result = self.rows.append(keys, values)
+        self.row_bytes = keys.nbytes // keys.shape[2], values.nbytes // values.shape[2]
         self.in_prompt = in_prompt
+        alone = keys.shape[2] == 1 and not in_prompt
+        self.fresh = (keys, values) if alone and not self.rows.store.lossless else None
         self._count_new(before)
         return result
 
@@ -96,6 +104,7 @@ class RetrieveState:
         sinks: mx.array | None,
     ) -> mx.array | None:
         """Attend over the rows that one decoded token chooses, or leave a block, or a prompt, to the core."""
+        fresh, self.fresh = self.fresh, None
         count = self.count
         first, last = min(self.config.sinks, count), self._choosable(count)
         chosen = math.ceil(self.config.retrieval_fraction * count)
@@ -103,12 +112,12 @@ class RetrieveState:
         if self.in_prompt or queries.shape[2] > 1 or chosen >= last - first or isinstance(mask, mx.array):
             return None
         index, doubled = self._chosen(queries, scale, chosen, first, last)
-        own_keys, own_values = self.rows.store.gather(index)
         self.attended = index.shape[2]
-        if doubled is not None:
-            group = queries.shape[1] // own_keys.shape[1]
-            doubled = ~mx.repeat(doubled, group, axis=1)[:, :, None, :]
-        return attention(queries, own_keys, own_values, scale, doubled, sinks)
+        once = None if doubled is None else ~mx.repeat(doubled, queries.shape[1] // index.shape[1], axis=1)[:, :, None]
+        if fresh is not None:
+            # The step's own row, the last one chosen, counts as it came.
+            return attend_rows(self.rows.store.select(index), queries, fresh, scale, once, sinks)
+        return attention(queries, *self.rows.store.gather(index), scale, once, sinks)
 
     def _chosen(
         self, queries: mx.array, scale: float, chosen: int, first: int, last: int
@@ -148,7 +157,7 @@ class RetrieveState:
             self.counts = self.counts - self._counted(after, before)
         self.codes.drop_last(count)
         self.rows.rewind(end)
-        self.attended = min(self.attended, end)
+        self.attended, self.fresh = min(self.attended, end), None
 
     def account(self) -> ByteCount:
         """Bytes of rows, codes, counts and codebook."""
@@ -159,7 +168,8 @@ class RetrieveState:
         arrays = dict(self.rows.arrays())
         if self.count:
             arrays["codes"] = self.codes.live("keys")
-        return Snapshot(arrays, self.rows.values())
+        names = dict(zip(("key_bytes", "value_bytes"), self.row_bytes, strict=True))
+        return Snapshot(arrays, {**self.rows.values(), **names})
 
     @classmethod
     def restored(cls, config: A2ATSConfig, layer: LayerSpec, snapshot: Snapshot) -> RetrieveState:
@@ -167,6 +177,7 @@ class RetrieveState:
         state = cls.empty(config, layer)
         arrays, values = dict(snapshot.arrays), snapshot.values
         codes = arrays.pop("codes", None)
+        state.row_bytes = int(values["key_bytes"] or 0), int(values["value_bytes"] or 0)
         state.rows.load(arrays, start=int(values["start"] or 0), ragged=bool(values["ragged"]))
         if codes is not None:
             state.codes.load({"keys": codes})

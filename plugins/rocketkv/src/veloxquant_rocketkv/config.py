@@ -129,6 +129,11 @@ class RocketKVConfig:
             raise ConfigError("rocketkv: ranking='rows' scores every row held; leave multi_turn=True out")
 
     @property
+    def evicts(self) -> bool:
+        """Whether what a prompt leaves out stays out; in several turns it does so until the next filter."""
+        return self.stage1
+
+    @property
     def exact_rows(self) -> int:
         """Newest rows attended as they came over a store that loses something; stage 1 never cuts into them."""
         return 0 if self.storage is None else min(self.exact_recent, self.window)

@@ -33,6 +33,7 @@ INFO = MethodInfo(
     paper="arXiv:2502.14051",
     evicts=True,
     prompt_window="window",
+    exact_rows="exact_rows",
 )
 
 
@@ -64,7 +65,11 @@ def veloxquant_decode(state: RocketKVState, keys: mx.array, values: mx.array) ->
     """Store decoded rows, which are never dropped; in proxy mode a single key chooses the rows that are returned."""
     result = state.append(keys, values)
     if not state.layer.routed:
-        result = (read_chosen(state, keys) if keys.shape[2] == 1 else None) or result
+        if keys.shape[2] == 1:
+            result = read_chosen(state, keys) or result
+        elif not state.collecting:
+            # As a rewind leaves it, which a rejected draft must not be told from.
+            state.selector.summarise()
         state.exact.fresh = None
     return result
 

@@ -118,7 +118,7 @@ def check_account_details(subject: Subject) -> None:
                 require(0 <= value <= limit, f"{name}: the detail {key} is {value}, of {limit} bytes in all")
 
 
-@when(lambda subject: "the method evicts" if subject.method.info.evicts else None)
+@when(lambda subject: "the method evicts" if subject.evicts else None)
 def check_bytes_grow(subject: Subject) -> None:
     """Without eviction, more tokens are never fewer bytes."""
     held = {}

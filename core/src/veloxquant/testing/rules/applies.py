@@ -93,7 +93,7 @@ def returning_all(subject: Subject) -> str | None:
 
 def evicting(subject: Subject) -> str | None:
     """The method drops rows for good."""
-    return None if subject.method.info.evicts else "the method does not evict"
+    return None if subject.evicts else "the method does not evict"
 
 
 def finishing(subject: Subject) -> str | None:

@@ -52,7 +52,7 @@ def _cuts(subject: Subject) -> list[int]:
 
 def _attends_all(subject: Subject) -> str | None:
     """Attention is meant to be over every row returned: the method evicts, or has a config that keeps everything."""
-    if subject.dense_config is not None or (subject.method.info.evicts and subject.method.info.kind != "sparse"):
+    if subject.dense_config is not None or (subject.evicts and subject.method.info.kind != "sparse"):
         return None
     return "the method may choose among the rows returned, and no dense_config was given"
 
@@ -62,7 +62,7 @@ def _attends_all(subject: Subject) -> str | None:
 def check_attention_exact(subject: Subject) -> None:
     """With another scale than usual, with and without sink logits, attention is causal over all rows returned."""
     # Others than evictors may choose among the rows, unless their config keeps everything.
-    one = subject if subject.method.info.evicts and subject.method.info.kind != "sparse" else subject.dense()
+    one = subject if subject.evicts and subject.method.info.kind != "sparse" else subject.dense()
     cuts = _cuts(one)
     rows = one.rows(sum(cuts))
     random = 2 * mx.random.normal((one.shape.query_heads,), key=mx.random.key(4))

@@ -47,9 +47,9 @@ def nearest_tokens(found: mx.array, fed: mx.array) -> np.ndarray[Any, Any]:
 
 
 def check_eviction_declared(subject: Subject) -> None:
-    """A method drops rows if, and only if, it says ``evicts=True``."""
+    """A method drops rows if, and only if, it says ``evicts=True`` and its config does not deny it."""
     cache, _ = subject.used(2)
-    if subject.method.info.evicts:
+    if subject.evicts:
         require(
             cache.rows < cache.offset,
             f"all of {cache.offset} tokens are still held, so nothing about eviction is examined; give the rules a "

@@ -14,6 +14,7 @@ from veloxquant.testing.driver import step
 from veloxquant.testing.failures import RuleFailure
 from veloxquant.testing.failures import require
 from veloxquant.testing.rules.applies import in_layers
+from veloxquant.testing.rules.applies import returning_all
 from veloxquant.testing.rules.applies import trimmable
 from veloxquant.testing.rules.applies import when
 from veloxquant.testing.rules.kept import held_tokens
@@ -38,7 +39,7 @@ def check_trim_count(subject: Subject) -> None:
                 require(right, f"{name}: veloxquant_trim returned {found!r} for a count of {count}")
 
 
-@when(trimmable)
+@when(trimmable, returning_all)
 @in_layers(0, 1)
 def check_long_rewind(subject: Subject) -> None:
     """Long after the prompt, any rewind works, keeps the rows held of what is left, and forgets all others."""
