@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -429,3 +431,16 @@ def test_a_lossy_store_still_returns_the_new_rows_exactly(toys, rows, dtype):
     stored = mx.round(first[0].astype(mx.float32) / 0.4) * 0.4
     assert mx.allclose(keys[:, :, :5].astype(mx.float32), stored, atol=0.02).item()
     assert not mx.array_equal(keys[:, :, :5], first[0]).item()
+
+
+def test_many_rows_are_read_on_two_streams_in_any_thread(rows, as_numpy):
+    store, keys, values = filled(rows, [600], heads=2, key_dim=256, value_dim=256)
+    index = ascending(np.random.default_rng(1), 1, 2, 600, 550)
+
+    def read():
+        return [as_numpy(array) for array in store.gather(index)]
+
+    with ThreadPoolExecutor(1) as pool:
+        for found in (read(), pool.submit(read).result()):
+            assert np.array_equal(found[0], taken(as_numpy(keys), index))
+            assert np.array_equal(found[1], taken(as_numpy(values), index))

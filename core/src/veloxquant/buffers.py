@@ -27,9 +27,13 @@ def _first_rows(batch: int, heads: int, rows: int) -> mx.array:
     return mx.array([[[(one * heads + head) * rows] for head in range(heads)] for one in range(batch)], mx.int32)
 
 
-def _second_stream() -> Stream:
-    """A second stream of a CPU, which has a thread for each stream; None on a GPU."""
-    return _cpu_stream() if mx.default_device().type == mx.DeviceType.cpu else None
+# Bytes from which reading them on another thread gains more than it costs to wake it.
+_WORTH_A_STREAM = 2**19
+
+
+def _second_stream(size: int) -> Stream:
+    """For reading ``size`` bytes: another stream of a CPU, which has a thread for each; None for the usual one."""
+    return _cpu_stream() if size >= _WORTH_A_STREAM and mx.default_device().type == mx.DeviceType.cpu else None
 
 
 @functools.cache
@@ -115,7 +119,8 @@ class GrowingArrays:
         rows: dict[str, mx.array] = {}
         for number, (name, buffer) in enumerate(self._buffers.items()):
             # What is read first is used first; the others are read meanwhile.
-            rows[name] = self._taken(buffer, count, flat, _second_stream() if number else None)
+            size = buffer.nbytes // buffer.shape[2] * count
+            rows[name] = self._taken(buffer, count, flat, _second_stream(size) if number else None)
         return rows
 
     @staticmethod
