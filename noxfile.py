@@ -27,8 +27,9 @@ PROJECTS = {folder: nox.project.load_toml(ROOT / folder / "pyproject.toml")["pro
 NAMES = {canonicalize_name(project["name"]): folder for folder, project in PROJECTS.items()}
 PLUGINS = [nox.param(folder, id=folder.removeprefix("plugins/")) for folder in FOLDERS if folder != "core"]
 
-FAST = "not slow"
+FAST = "not slow and not distributed"
 SLOW = "slow"
+DISTRIBUTED = "distributed"
 
 
 @nox.session
@@ -100,6 +101,13 @@ def fuzz(session: nox.Session) -> None:
     _install(session, FOLDERS, group="test")
     paths = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("**/tests/test_fuzz.py"))]
     _test(session, FAST, *(path for path in paths if not path.startswith(".")), env={"VELOXQUANT_FUZZ": "1000"})
+
+
+@nox.session(default=False)
+def distributed(session: nox.Session) -> None:
+    """Shard models over two and three processes on this machine and compare them with one process."""
+    _install(session, FOLDERS, group="test")
+    _test(session, DISTRIBUTED, "tests/distributed", env=_openblas(session))
 
 
 @nox.session(default=False)
