@@ -211,7 +211,17 @@ def test_info_as_json(install, capsys):
         "needs": [],
         "query_modes": ["routed", "proxy"],
         "trimmable": {"routed": True, "proxy": False},
-        "options": [{"name": "rows", "type": "int or None", "default": "None", "help": "rows [of text] to keep"}],
+        "options": [
+            {
+                "name": "rows",
+                "type": "int or None",
+                "default": "None",
+                "help": "rows [of text] to keep",
+                "example": None,
+                "calibrated": False,
+            }
+        ],
+        "examples": ["veloxquant generate --method toy --compare"],
     }
 
 
