@@ -31,6 +31,15 @@ FAST = "not slow and not distributed"
 SLOW = "slow"
 DISTRIBUTED = "distributed"
 
+# What must work where nothing but the wheels is installed; the last one runs the code of four of them.
+CLEAN_COMMANDS = (
+    "--version",
+    "doctor",
+    "info a2ats",
+    "generate --method snapkv --sample-tokens 100 --max-tokens 8",
+    "generate --method rocketkv --set stage1=false --set storage=turboquant_rvq --sample-tokens 100 --max-tokens 8",
+)
+
 
 @nox.session
 def lint(session: nox.Session) -> None:
@@ -137,7 +146,7 @@ def oldest(session: nox.Session, folder: str) -> None:
 
 @nox.session(default=False)
 def build(session: nox.Session) -> None:
-    """Build every distribution into dist/, install the wheels in a clean environment and let the doctor look."""
+    """Build every distribution into dist/, install the wheels in a clean environment, and generate there."""
     session.install(*_group("build"))
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
@@ -148,8 +157,13 @@ def build(session: nox.Session) -> None:
     session.run("python", "-m", "venv", "--clear", str(clean))
     extras = ",".join(["cpu", *(folder.removeprefix("plugins/") for folder in FOLDERS[1:])])
     wheels = [f"{path}[{extras}]" if path.name.startswith("veloxquant-") else str(path) for path in dist.glob("*.whl")]
-    session.run(str(clean / "bin" / "python"), "-m", "pip", "install", "--quiet", *wheels, external=True)
-    session.run(str(clean / "bin" / "veloxquant"), "doctor", external=True)
+    pip = [str(clean / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    session.run(*pip, *wheels, external=True)
+    session.run(*pip, "--no-deps", *_group("sample"), external=True)
+    # From another folder, so that nothing of the checkout is found by accident.
+    with session.chdir(clean):
+        for words in CLEAN_COMMANDS:
+            session.run(str(clean / "bin" / "veloxquant"), *words.split(), external=True, env=_openblas(session))
 
 
 def _group(name: str) -> list[str]:

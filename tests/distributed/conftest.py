@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("sharded_run.py")
-LONGEST = 420
+LONGEST = 1200
 
 
 def free_ports(count):

@@ -1,8 +1,8 @@
 """What every process of a sharded run does: ``mlx.launch -n N sharded_run.py JOB OUT``, or without ``mlx.launch`` one.
 
 JOB is a JSON file: ``model`` (``toy``, ``uneven``, ``sample`` or ``sample-quantized``), ``prompt`` and ``tokens`` (how
-many to read and to generate) and ``runs``, the methods and options by a label of each. OUT is a folder; process r writes
-r.json and, for the caches of each run, r-LABEL.safetensors.
+many to read and to generate) and ``runs``, the methods and options by a label of each. OUT is a folder; process r
+writes r.json and, for the caches of each run, r-LABEL.safetensors.
 """
 
 import json

@@ -75,7 +75,7 @@ def sample(run_job, tmp_path_factory):
     tokens = sample_tokens(tokenizer, 1280)
     runs = {**SAMPLE_RUNS, **a2ats_runs(model, tokens, tmp_path_factory.mktemp("codebooks"), bits=6)}
     del model
-    job = {"model": "sample", "prompt": 300, "tokens": 24, "runs": runs}
+    job = {"model": "sample", "prompt": 96, "tokens": 12, "runs": runs}
     return run_job(job, 1), run_job(job, 3)
 
 
