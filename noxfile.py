@@ -156,7 +156,9 @@ def build(session: nox.Session) -> None:
     clean = Path(session.create_tmp()) / "clean"
     session.run("python", "-m", "venv", "--clear", str(clean))
     extras = ",".join(["cpu", *(folder.removeprefix("plugins/") for folder in FOLDERS[1:])])
-    wheels = [f"{path}[{extras}]" if path.name.startswith("veloxquant-") else str(path) for path in dist.glob("*.whl")]
+    core, *plugins = sorted(dist.glob("*.whl"))
+    # The core first, or else pip asks the index for what the plugins need of it.
+    wheels = ["--find-links", str(dist), f"{core}[{extras}]", *map(str, plugins)]
     pip = [str(clean / "bin" / "python"), "-m", "pip", "install", "--quiet"]
     session.run(*pip, *wheels, external=True)
     session.run(*pip, "--no-deps", *_group("sample"), external=True)
