@@ -27,9 +27,10 @@ PROJECTS = {folder: nox.project.load_toml(ROOT / folder / "pyproject.toml")["pro
 NAMES = {canonicalize_name(project["name"]): folder for folder, project in PROJECTS.items()}
 PLUGINS = [nox.param(folder, id=folder.removeprefix("plugins/")) for folder in FOLDERS if folder != "core"]
 
-FAST = "not slow and not distributed"
+FAST = "not slow and not distributed and not docs"
 SLOW = "slow"
 DISTRIBUTED = "distributed"
+DOCS = "docs or not docs"
 
 # What must work where nothing but the wheels is installed; the last one runs the code of four of them.
 CLEAN_COMMANDS = (
@@ -99,9 +100,10 @@ def quality(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
-    """Build the documentation into docs/_build; a warning is an error."""
-    session.install(*_group("docs"))
-    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs)
+    """Build the documentation into docs/_build, where a warning is an error, and run every code block of it."""
+    _install(session, FOLDERS, group="docs")
+    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
+    _test(session, DOCS, "tests/docs", env=_openblas(session))
 
 
 @nox.session(default=False)

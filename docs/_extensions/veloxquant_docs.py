@@ -44,6 +44,7 @@ class MethodOptions(_Generated):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
+        """The table."""
         from veloxquant import method_info
         from veloxquant.config import describe_options
 
@@ -56,6 +57,7 @@ class CommandHelp(_Generated):
     """The help of every command of ``veloxquant``, a section each."""
 
     def run(self) -> list[nodes.Node]:
+        """A section for each command."""
         from veloxquant.cli import app
 
         return [self._one(command.name or "") for command in app.registered_commands]
@@ -75,6 +77,7 @@ class ConformanceRules(_Generated):
     """The rules of the conformance kit, by topic, each with the first sentence of its docstring."""
 
     def run(self) -> list[nodes.Node]:
+        """A section for each topic."""
         from veloxquant.testing.rules import RULES
 
         found: list[nodes.Node] = []
@@ -89,6 +92,7 @@ class ErrorMessages(_Generated):
     """Every error sentence of the source, by the class of the error."""
 
     def run(self) -> list[nodes.Node]:
+        """A section for each class of errors."""
         found: list[nodes.Node] = []
         for kind, group in itertools.groupby(messages(ROOT), key=lambda message: message.kind):
             items = [nodes.list_item("", nodes.paragraph("", message.text)) for message in group]
