@@ -102,7 +102,7 @@ def quality(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation into docs/_build, where a warning is an error, and run every code block of it."""
     _install(session, FOLDERS, group="docs")
-    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
+    session.run("sphinx-build", "-W", "--keep-going", "-E", "-b", "html", "docs", "docs/_build/html")
     _test(session, DOCS, "tests/docs", env=_openblas(session))
 
 
@@ -155,7 +155,7 @@ def build(session: nox.Session) -> None:
     for folder in FOLDERS:
         session.run("python", "-m", "build", "--outdir", str(dist), folder)
     session.run("twine", "check", "--strict", *(str(path) for path in sorted(dist.iterdir())))
-    clean = Path(session.create_tmp()) / "clean"
+    clean = Path(session.create_tmp()).resolve() / "clean"
     session.run("python", "-m", "venv", "--clear", str(clean))
     extras = ",".join(["cpu", *(folder.removeprefix("plugins/") for folder in FOLDERS[1:])])
     core, *plugins = sorted(dist.glob("*.whl"))
