@@ -82,9 +82,10 @@ class ConformanceRules(_Generated):
 
         found: list[nodes.Node] = []
         for module, rules in itertools.groupby(RULES.items(), key=lambda pair: inspect.getmodule(pair[1])):
-            title = (inspect.getdoc(module) or "").partition("\n")[0].rstrip(".")
+            title = module.__name__.rpartition(".")[2].capitalize() if module else ""
+            about = self.parsed(_cell(inspect.getdoc(module) or ""))
             rows = ((f"`{name}`", _cell(inspect.getdoc(rule) or "")) for name, rule in rules)
-            found.append(self.section(title, *self.parsed(*_table(("rule", "what must hold"), rows))))
+            found.append(self.section(title, *about, *self.parsed(*_table(("rule", "what must hold"), rows))))
         return found
 
 
