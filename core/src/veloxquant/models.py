@@ -7,7 +7,6 @@ from typing import Any
 
 import attrs
 from mlx.nn.layers import distributed
-from mlx.nn.layers.base import Module
 from mlx.nn.layers.positional_encoding import RoPE
 from mlx_lm.models import rope_utils
 from mlx_lm.models.cache import KVCache
@@ -171,11 +170,11 @@ def _refuse_cut_heads(name: str, block: Any) -> None:
     mlx-lm rounds the number of heads down and cuts through one, which shows only as a wrong shape or not at all.
     """
     attention = None if block is None else _attention_module(block)
-    projection = getattr(attention, "k_proj", None)
+    weight = getattr(getattr(attention, "k_proj", None), "weight", None)
     heads, dim = _first_int(attention, _KV_HEADS), _first_int(attention, ("head_dim",))
-    if _group(attention) is None or not hasattr(projection, "weight") or heads is None or dim is None:
+    if _group(attention) is None or weight is None or heads is None or dim is None:
         return
-    if projection.weight.shape[0] != heads * dim:
+    if weight.shape[0] != heads * dim:
         count = _group(attention).size()
         raise UnsupportedModelError(
             f"{name} was sharded over {count} processes, among which its KV heads cannot be divided; start a number of "
@@ -185,9 +184,9 @@ def _refuse_cut_heads(name: str, block: Any) -> None:
 
 def _group(attention: Any) -> Any:
     """The processes over which a layer's attention is sharded, or None when it is whole."""
-    if not isinstance(attention, Module):
+    if attention is None:
         return None
-    return next((part.group for part in attention.children().values() if isinstance(part, _SHARDED)), None)
+    return next((part.group for part in parts(attention) if isinstance(part, _SHARDED)), None)
 
 
 def _spec(index: int, block: Any, routed: bool, mixed: bool) -> LayerSpec:
