@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import typer
@@ -33,8 +34,12 @@ def complete_setting(context: typer.Context, incomplete: str) -> list[str]:
     from veloxquant.config import describe_options
     from veloxquant.registry import default_registry
 
-    method = context.params.get("method") or context.params.get("name")
-    if not method:
+    # A line that ends with an option in want of a value is not parsed to its end, so look among its words too.
+    line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or ""
+    names = default_registry().names()
+    found = [context.params.get("method"), context.params.get("name"), *(one for one in line.split() if one in names)]
+    method = next((name for name in found if name), None)
+    if method is None:
         return []
     try:
         options = describe_options(default_registry().get(method).info.config)
