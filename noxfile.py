@@ -27,10 +27,10 @@ PROJECTS = {folder: nox.project.load_toml(ROOT / folder / "pyproject.toml")["pro
 NAMES = {canonicalize_name(project["name"]): folder for folder, project in PROJECTS.items()}
 PLUGINS = [nox.param(folder, id=folder.removeprefix("plugins/")) for folder in FOLDERS if folder != "core"]
 
-FAST = "not slow and not distributed and not docs"
-SLOW = "slow"
+FAST = "not slow"
+SLOW = "slow and not distributed and not docs"
 DISTRIBUTED = "distributed"
-DOCS = "docs or not docs"
+DOCS = "docs or not slow"
 
 # What must work where nothing but the wheels is installed; the last one runs the code of four of them.
 CLEAN_COMMANDS = (

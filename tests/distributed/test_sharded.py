@@ -8,7 +8,7 @@ from veloxquant.testing.sample import sample_tokens
 from veloxquant.testing.toys import tiny_llama
 
 VOCABULARY = 512  # of the toy in sharded_run.py
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 PACKED = {"storage": "turboquant_rvq", "storage_config": {"bits": 2, "value_bits": 4}}
 TOY_RUNS = {

@@ -138,6 +138,7 @@ def write(path, text):
 
 
 @pytest.mark.docs
+@pytest.mark.slow
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     todo = steps(page)
