@@ -28,7 +28,18 @@ NAMES = {canonicalize_name(project["name"]): folder for folder, project in PROJE
 PLUGINS = [nox.param(folder, id=folder.removeprefix("plugins/")) for folder in FOLDERS if folder != "core"]
 
 FAST = "not slow"
-SLOW = "slow"
+SLOW = "slow and not distributed and not docs"
+DISTRIBUTED = "distributed"
+DOCS = "docs or not slow"
+
+# What must work where nothing but the wheels is installed; the last one runs the code of four of them.
+CLEAN_COMMANDS = (
+    "--version",
+    "doctor",
+    "info a2ats",
+    "generate --method snapkv --sample-tokens 100 --max-tokens 8",
+    "generate --method rocketkv --set stage1=false --set storage=turboquant_rvq --sample-tokens 100 --max-tokens 8",
+)
 
 
 @nox.session
@@ -89,9 +100,10 @@ def quality(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
-    """Build the documentation into docs/_build; a warning is an error."""
-    session.install(*_group("docs"))
-    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs)
+    """Build the documentation into docs/_build, where a warning is an error, and run every code block of it."""
+    _install(session, FOLDERS, group="docs")
+    session.run("sphinx-build", "-W", "--keep-going", "-E", "-b", "html", "docs", "docs/_build/html")
+    _test(session, DOCS, "tests/docs", env=_openblas(session))
 
 
 @nox.session(default=False)
@@ -100,6 +112,13 @@ def fuzz(session: nox.Session) -> None:
     _install(session, FOLDERS, group="test")
     paths = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("**/tests/test_fuzz.py"))]
     _test(session, FAST, *(path for path in paths if not path.startswith(".")), env={"VELOXQUANT_FUZZ": "1000"})
+
+
+@nox.session(default=False)
+def distributed(session: nox.Session) -> None:
+    """Shard models over two and three processes on this machine and compare them with one process."""
+    _install(session, FOLDERS, group="test")
+    _test(session, DISTRIBUTED, "tests/distributed", env=_openblas(session))
 
 
 @nox.session(default=False)
@@ -129,19 +148,26 @@ def oldest(session: nox.Session, folder: str) -> None:
 
 @nox.session(default=False)
 def build(session: nox.Session) -> None:
-    """Build every distribution into dist/, install the wheels in a clean environment and let the doctor look."""
+    """Build every distribution into dist/, install the wheels in a clean environment, and generate there."""
     session.install(*_group("build"))
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     for folder in FOLDERS:
         session.run("python", "-m", "build", "--outdir", str(dist), folder)
     session.run("twine", "check", "--strict", *(str(path) for path in sorted(dist.iterdir())))
-    clean = Path(session.create_tmp()) / "clean"
+    clean = Path(session.create_tmp()).resolve() / "clean"
     session.run("python", "-m", "venv", "--clear", str(clean))
     extras = ",".join(["cpu", *(folder.removeprefix("plugins/") for folder in FOLDERS[1:])])
-    wheels = [f"{path}[{extras}]" if path.name.startswith("veloxquant-") else str(path) for path in dist.glob("*.whl")]
-    session.run(str(clean / "bin" / "python"), "-m", "pip", "install", "--quiet", *wheels, external=True)
-    session.run(str(clean / "bin" / "veloxquant"), "doctor", external=True)
+    core, *plugins = sorted(dist.glob("*.whl"))
+    # The core first, or else pip asks the index for what the plugins need of it.
+    wheels = ["--find-links", str(dist), f"{core}[{extras}]", *map(str, plugins)]
+    pip = [str(clean / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    session.run(*pip, *wheels, external=True)
+    session.run(*pip, "--no-deps", *_group("sample"), external=True)
+    # From another folder, so that nothing of the checkout is found by accident.
+    with session.chdir(clean):
+        for words in CLEAN_COMMANDS:
+            session.run(str(clean / "bin" / "veloxquant"), *words.split(), external=True, env=_openblas(session))
 
 
 def _group(name: str) -> list[str]:

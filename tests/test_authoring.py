@@ -80,7 +80,7 @@ def test_links_lead_somewhere():
             path, _, anchor = target.partition("#")
             assert not path or page.parent.joinpath(path).exists(), target
             if anchor:
-                headings = re.findall(r"^#+ (.*)$", text, re.M)
+                headings = re.findall(r"^#+ (.*)$", page.parent.joinpath(path).read_text() if path else text, re.M)
                 assert anchor in {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in headings}, target
 
 

@@ -211,7 +211,17 @@ def test_info_as_json(install, capsys):
         "needs": [],
         "query_modes": ["routed", "proxy"],
         "trimmable": {"routed": True, "proxy": False},
-        "options": [{"name": "rows", "type": "int or None", "default": "None", "help": "rows [of text] to keep"}],
+        "options": [
+            {
+                "name": "rows",
+                "type": "int or None",
+                "default": "None",
+                "help": "rows [of text] to keep",
+                "example": None,
+                "calibrated": False,
+            }
+        ],
+        "examples": ["veloxquant generate --method toy --compare"],
     }
 
 
@@ -292,3 +302,48 @@ def test_a_plugin_that_prints_does_not_spoil_json(install, capsys):
     captured = capsys.readouterr()
     assert json.loads(captured.out)["problems"] == []
     assert "hello" in captured.err
+
+
+# --------------------------------------------------------------- completion
+
+
+def offered(line):
+    """What bash is offered at the end of a line."""
+    words = {"_VELOXQUANT_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+    code = "import sys; from veloxquant_command import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **words}, timeout=120
+    )
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("veloxquant info to", ["toy"]),
+        ("veloxquant check to", ["toy"]),
+        ("veloxquant generate --method to", ["toy"]),
+        ("veloxquant generate --method toy --set ro", ["rows="]),
+        ("veloxquant check toy --set ", ["rows="]),
+        ("veloxquant generate --set ro", []),
+        ("veloxquant generate --method broken --set ro", []),
+    ],
+)
+def test_names_of_methods_and_options_are_completed(line, words, install):
+    install("toy", good())
+    install("broken", "raise SystemExit('not here')", distribution="second-dist")
+    assert offered(line) == words
+
+
+def test_a_wrong_option_points_to_the_list_of_options(install, capsys):
+    install("toy", good())
+    assert main(["generate", "--method", "toy", "--set", "row=3"]) == 2
+    said = capsys.readouterr().err
+    assert "did you mean 'rows'?" in said
+    assert said.endswith("; 'veloxquant info toy' lists the options\n")
+
+
+def test_a_broken_plugin_points_to_the_doctor(install, capsys):
+    install("toy", "raise SystemExit('not here')")
+    assert main(["info", "toy"]) == 2
+    assert capsys.readouterr().err.endswith("; 'veloxquant doctor' looks at all plugins\n")

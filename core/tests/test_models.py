@@ -137,6 +137,43 @@ def test_an_object_that_is_no_model_is_refused():
         inspect("a path", layers=None, routed=True)
 
 
+# ---------------------------------------------------------------- what a sharded model is
+
+
+class _Process:
+    """As much of a group of processes as mlx-lm's sharding asks for before anything is computed."""
+
+    def __init__(self, index, count):
+        self.index, self.count = index, count
+
+    def rank(self):
+        return self.index
+
+    def size(self):
+        return self.count
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_layer_of_a_sharded_model_knows_its_share(index):
+    model = models.tiny_llama(kv_heads=4, query_heads=8)
+    model.shard(_Process(index, 2))
+    for spec in inspect(model, layers=None, routed=True)[1]:
+        assert (spec.query_heads, spec.kv_heads, spec.head_dim) == (4, 2, 16)
+        assert (spec.shard_index, spec.shard_count) == (index, 2)
+
+
+def test_a_whole_model_is_no_shard():
+    specs = inspect(models.tiny_llama(), layers=None, routed=True)[1]
+    assert {(spec.shard_index, spec.shard_count) for spec in specs} == {(0, 1)}
+
+
+def test_a_model_whose_heads_were_cut_through_is_refused():
+    model = models.tiny_llama(kv_heads=3, query_heads=9)
+    model.shard(_Process(0, 2))
+    with pytest.raises(UnsupportedModelError, match="over 2 processes, among which its KV heads cannot be divided"):
+        inspect(model, layers=None, routed=True)
+
+
 # ---------------------------------------------------------------- rotary embeddings
 
 SCALED = {

@@ -36,12 +36,16 @@ class Option:
         type: Its type as text, for example ``int or None``.
         default: Its default as text.
         help: What it does.
+        example: A value to show in examples, or None.
+        calibrated: Whether it names a file that a calibration of the method writes.
     """
 
     name: str
     type: str
     default: str
     help: str
+    example: str | None = None
+    calibrated: bool = False
 
 
 def parse_config(cls: type[C], config: object = None, *, method: str) -> C:
@@ -102,7 +106,14 @@ def describe_options(cls: type) -> list[Option]:
     """
     hints = _types(cls)
     return [
-        Option(field.name, _type_text(hints[field.name]), _default_text(field), str(field.metadata.get("help", "")))
+        Option(
+            field.name,
+            _type_text(hints[field.name]),
+            _default_text(field),
+            str(field.metadata.get("help", "")),
+            None if (example := field.metadata.get("example")) is None else str(example),
+            bool(field.metadata.get("calibrated", False)),
+        )
         for field in attrs.fields(cls)
     ]
 

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 import attrs
+from mlx.nn.layers import distributed
 from mlx.nn.layers.positional_encoding import RoPE
 from mlx_lm.models import rope_utils
 from mlx_lm.models.cache import KVCache
@@ -23,6 +24,12 @@ __all__ = ["describe_rope", "inspect", "refuse_without_layers"]
 _KV_HEADS = ("n_kv_heads", "num_key_value_heads", "num_kv_heads", "n_kv_head", "kv_heads")
 _QUERY_HEADS = ("n_heads", "num_attention_heads", "num_heads", "n_head", "heads")
 _SCALE = ("scale", "softmax_scale", "attn_scale")
+_SHARDED = (
+    distributed.AllToShardedLinear,
+    distributed.QuantizedAllToShardedLinear,
+    distributed.ShardedToAllLinear,
+    distributed.QuantizedShardedToAllLinear,
+)
 _KV_SHARING = ("num_kv_shared_layers", "num_kv_reuse_layers")
 
 
@@ -53,6 +60,8 @@ def inspect(model: Any, native: list[Any], *, layers: Collection[int] | None, ro
         raise UnsupportedModelError(f"{name} has no layer with plain full attention, so there is nothing to compress")
     # Hybrid models may have fewer caches than layers; then which layer a cache serves is not known.
     blocks = list(model.layers) if len(native) == len(model.layers) else [None] * len(native)
+    for index in chosen:
+        _refuse_cut_heads(name, blocks[index])
     if routed:
         _refuse_unroutable(model, name, blocks, chosen)
     mixed = len(chosen) < len(plain)
@@ -155,8 +164,34 @@ def _refuse_unroutable(model: Any, name: str, blocks: list[Any], chosen: list[in
         )
 
 
+def _refuse_cut_heads(name: str, block: Any) -> None:
+    """Refuse a model that was sharded over processes among which its heads cannot be divided.
+
+    mlx-lm rounds the number of heads down and cuts through one, which shows only as a wrong shape or not at all.
+    """
+    attention = None if block is None else _attention_module(block)
+    weight = getattr(getattr(attention, "k_proj", None), "weight", None)
+    heads, dim = _first_int(attention, _KV_HEADS), _first_int(attention, ("head_dim",))
+    if _group(attention) is None or weight is None or heads is None or dim is None:
+        return
+    if weight.shape[0] != heads * dim:
+        count = _group(attention).size()
+        raise UnsupportedModelError(
+            f"{name} was sharded over {count} processes, among which its KV heads cannot be divided; start a number of "
+            "processes that divides num_key_value_heads of its config.json"
+        )
+
+
+def _group(attention: Any) -> Any:
+    """The processes over which a layer's attention is sharded, or None when it is whole."""
+    if attention is None:
+        return None
+    return next((part.group for part in parts(attention) if isinstance(part, _SHARDED)), None)
+
+
 def _spec(index: int, block: Any, routed: bool, mixed: bool) -> LayerSpec:
     attention = None if block is None else _attention_module(block)
+    group = _group(attention)
     return LayerSpec(
         index=index,
         query_mode="routed" if routed else "proxy",
@@ -166,6 +201,8 @@ def _spec(index: int, block: Any, routed: bool, mixed: bool) -> LayerSpec:
         scale=_first_float(attention, _SCALE),
         mixed=mixed,
         rope=describe_rope(getattr(attention, "rope", None)),
+        shard_index=0 if group is None else group.rank(),
+        shard_count=1 if group is None else group.size(),
     )
 
 

@@ -183,6 +183,11 @@ def _check_model(path: Any, model: Any, caches: Sequence[LayerCache | None]) -> 
         found = compressed[spec.index].layer
         if found.kv_heads is not None and found.index != spec.index:
             raise FileFormatError(f"{path} holds the cache of layer {found.index} in the place of layer {spec.index}")
+        if (found.shard_index, found.shard_count) != (spec.shard_index, spec.shard_count):
+            raise FileFormatError(
+                f"{path} holds the heads of process {found.shard_index} of {found.shard_count}, and this is process "
+                f"{spec.shard_index} of {spec.shard_count}; give every process of a sharded model a file of its own"
+            )
         for field in ("query_heads", "kv_heads", "head_dim", "scale", "rope", "mixed"):
             theirs, ours = getattr(found, field), getattr(spec, field)
             # What the file does not know (caches made without a model) cannot disagree.

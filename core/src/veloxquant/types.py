@@ -109,6 +109,9 @@ class LayerSpec:
             them; such caches cannot be batched.
         rope: The layer's rotary embedding, or None when there is none or it cannot be described.
         layer_count: Number of caches of the model, or None when no model is at hand.
+        shard_index: Which of the processes that share a sharded model this is; head counts are those of this process,
+            and its KV heads come after those of the processes before it.
+        shard_count: Number of those processes; 1 when the model is whole.
         make_rows: Makes an empty row store for this layer, dense unless ``config.storage`` names a codec.
     """
 
@@ -121,6 +124,8 @@ class LayerSpec:
     mixed: bool = False
     rope: Rope | None = None
     layer_count: int | None = None
+    shard_index: int = 0
+    shard_count: int = 1
     make_rows: Callable[[], RowStore] = attrs.field(eq=False, repr=False)
 
     @make_rows.default

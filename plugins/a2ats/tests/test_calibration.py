@@ -2,6 +2,7 @@
 
 import json
 
+import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -23,8 +24,10 @@ from veloxquant.testing.toys import tiny_mla
 from veloxquant_a2ats.calibration import calibrate_model
 from veloxquant_a2ats.calibration import cut_text
 from veloxquant_a2ats.codebook_file import write_codebook
+from veloxquant_a2ats.config import A2ATSConfig
 from veloxquant_a2ats.fitting import Plan
 from veloxquant_a2ats.fitting import fit_layer
+from veloxquant_a2ats.layer import Layer
 from veloxquant_a2ats.recorder import LayerData
 from veloxquant_a2ats.recorder import collect
 
@@ -312,3 +315,44 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch, model):
         write_codebook(target, header, arrays)
     assert [path.name for path in tmp_path.iterdir()] == ["codebook.safetensors"]
     assert target.read_text() == "what was there"
+
+
+# ---------------------------------------------------------------- sharded models
+
+
+def shard(model, index, count):
+    """A sharded model's layer, with a group that only says who is who."""
+    spec = layer_specs(model, layers=None, routed=True)[1]
+    heads = {"query_heads": spec.query_heads // count, "kv_heads": max(1, spec.kv_heads // count)}
+    return attrs.evolve(spec, shard_index=index, shard_count=count, **heads)
+
+
+@pytest.mark.parametrize("mode", ["compress", "retrieve"])
+def test_a_process_takes_its_own_heads_of_the_codebook(model, files, mode):
+    config = A2ATSConfig(mode=mode, codebook=str(files[mode]), **OPTIONS)
+    whole = Layer.of(config, layer_specs(model, layers=None, routed=True)[1]).codebook
+    for index in range(2):
+        own = Layer.of(config, shard(model, index, 2)).codebook
+        assert own.keys.shape[0] == 1
+        assert mx.array_equal(own.keys, whole.keys[index : index + 1])
+    # With more processes than heads, models hold a head in several.
+    for index in range(4):
+        own = Layer.of(config, shard(model, index, 4)).codebook
+        assert mx.array_equal(own.keys, whole.keys[index // 2 : index // 2 + 1])
+
+
+def test_a_random_codebook_is_that_of_the_whole_model_too():
+    config = A2ATSConfig(allow_uncalibrated=True, **OPTIONS)
+    spec, rows = LayerSpec(kv_heads=4, head_dim=16), mx.zeros((1, 4, 1, 16))
+    whole = Layer.of(config, spec).prepare(rows, rows)
+    for index in range(2):
+        layer = Layer.of(config, attrs.evolve(spec, kv_heads=2, shard_index=index, shard_count=2))
+        own = layer.prepare(rows[:, :2], rows[:, :2])
+        assert mx.array_equal(own.keys, whole.keys[2 * index : 2 * index + 2])
+        assert mx.array_equal(own.values, whole.values[2 * index : 2 * index + 2])
+
+
+def test_a_codebook_of_a_shard_is_for_no_other_number_of_heads(model, files):
+    config = A2ATSConfig(codebook=str(files["compress"]), **OPTIONS)
+    with pytest.raises(ConfigError, match="a model with 4 query heads, and layer 1 has 8"):
+        Layer.of(config, attrs.evolve(shard(model, 0, 2), query_heads=4))

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Annotated
+from typing import Any
 
 import typer
 
@@ -19,8 +20,10 @@ from veloxquant.cli import info
 from veloxquant.cli import list as list_command
 from veloxquant.cli import new
 from veloxquant.cli import show
+from veloxquant.cli.output import help_style
 from veloxquant.cli.output import say_error
 from veloxquant.config import suggest
+from veloxquant.errors import PluginError
 from veloxquant.errors import VeloxQuantError
 
 __all__ = ["app", "main"]
@@ -34,7 +37,6 @@ INTERRUPTED = 130
 app = typer.Typer(
     name="veloxquant",
     help="KV-cache compression methods for mlx-lm models.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -68,8 +70,16 @@ def _refuse_unknown_command(words: Sequence[str]) -> None:
     known = [command.name or "" for command in app.registered_commands]
     if words and not words[0].startswith("-") and words[0] not in known:
         raise VeloxQuantError(
-            f"there is no command '{words[0]}'{suggest(words[0], known)} (commands: {', '.join(known)})"
+            f"there is no command '{words[0]}'{suggest(words[0], known)} (commands: {', '.join(known)}); "
+            "see 'veloxquant --help'"
         )
+
+
+def _with_help(error: Any, words: Sequence[str]) -> str:
+    """The message of a usage error, and the command that shows what would be right."""
+    # What cannot even be split into options carries no context.
+    path = " ".join(["veloxquant", *words[:1]]) if error.ctx is None else error.ctx.command_path
+    return f"{error.format_message().rstrip('.')}; see '{path} --help'"
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -88,13 +98,15 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         _refuse_unknown_command(words)
+        app.rich_markup_mode = help_style()
         code = app(words or ["--help"], prog_name="veloxquant", standalone_mode=False)
         sys.stdout.flush()
     except VeloxQuantError as error:
-        say_error(str(error))
+        hint = "; 'veloxquant doctor' looks at all plugins" if isinstance(error, PluginError) else ""
+        say_error(f"{error}{hint}")
         return BAD_INPUT
     except _UsageError as error:
-        say_error(error.format_message())  # type: ignore[attr-defined]
+        say_error(_with_help(error, words))
         return BAD_INPUT
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED

@@ -12,6 +12,8 @@ from typing import Any
 
 import typer
 
+from veloxquant.cli.complete import complete_calibration
+from veloxquant.cli.output import help_style
 from veloxquant.cli.output import open_stdout
 from veloxquant.errors import VeloxQuantError
 
@@ -28,7 +30,12 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 def calibrate(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="A method that can be calibrated; its options follow.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="A method that can be calibrated; its options follow.", autocompletion=complete_calibration
+        ),
+    ] = None,
 ) -> Any:
     """Learn what a method needs to know of a model; 'veloxquant calibrate NAME --help' shows its options."""
     from veloxquant.discovery import CALIBRATIONS
@@ -39,7 +46,7 @@ def calibrate(
         names = ", ".join(sorted(found)) or "none is installed"
         open_stdout().print(f"{context.get_help()}\n\nmethods that can be calibrated: {names}", soft_wrap=True)
         return None
-    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=help_style())
     command.command(name)(_function(name, found))
     return command(context.args, prog_name=f"veloxquant calibrate {name}", standalone_mode=False)
 

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from veloxquant.cli.complete import complete_method
+from veloxquant.cli.complete import complete_setting
+from veloxquant.cli.complete import pointing_to_info
 from veloxquant.cli.output import Json
 from veloxquant.cli.output import only_json
 from veloxquant.cli.output import open_stdout
@@ -19,9 +22,15 @@ __all__ = ["check"]
 
 
 def check(
-    name: Annotated[str, typer.Argument(help="A name that 'veloxquant list' shows.")],
+    name: Annotated[str, typer.Argument(help="A name that 'veloxquant list' shows.", autocompletion=complete_method)],
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the method; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="An option of the method; repeatable.",
+            autocompletion=complete_setting,
+        ),
     ] = None,
     dense: Annotated[
         list[str] | None,
@@ -29,6 +38,7 @@ def check(
             "--dense-set",
             metavar="KEY=VALUE",
             help="An option of a config with which it keeps every row as it came; repeatable.",
+            autocompletion=complete_setting,
         ),
     ] = None,
     as_json: Json = False,
@@ -40,7 +50,8 @@ def check(
 
     results = []
     with only_json(as_json):
-        subject = make_subject(name, config=settings or None, dense_config=dense or None)
+        with pointing_to_info(name):
+            subject = make_subject(name, config=settings or None, dense_config=dense or None)
         for rule in rule_names():
             results.append(run_rule(rule, subject))
             if not as_json:

@@ -16,6 +16,7 @@ from rich.progress import TextColumn
 from rich.progress import TimeElapsedColumn
 from rich.progress import TimeRemainingColumn
 
+from veloxquant.cli.output import animated
 from veloxquant.cli.output import fields
 from veloxquant.cli.output import open_stderr
 from veloxquant.cli.output import open_stdout
@@ -43,16 +44,11 @@ _PROFILE_LEGEND = (
 )
 
 
-def _animated() -> bool:
-    # Not rich's own guess, which FORCE_COLOR overrules: an animation in a log file helps nobody.
-    return sys.stderr.isatty() and not open_stderr().is_dumb_terminal
-
-
 @contextlib.contextmanager
 def loading(model: str) -> Iterator[None]:
     """Say on stderr that a model is being loaded."""
     console, text = open_stderr(), f"loading the model {model}"
-    if _animated():
+    if animated():
         with console.status(text):
             yield
     else:
@@ -81,11 +77,11 @@ def prefill_bar(label: str) -> Iterator[Callable[[int, int], None]]:
         redirect_stdout=False,
         redirect_stderr=False,
     )
-    animated = _animated()
+    moving = animated()
     task = progress.add_task(f"{label}: prompt", total=None)
 
     def update(done: int, total: int) -> None:
-        if not animated:
+        if not moving:
             if done == 0:
                 print(f"{label}: reading {total:,} prompt tokens", file=sys.stderr, flush=True)
             return
@@ -93,12 +89,12 @@ def prefill_bar(label: str) -> Iterator[Callable[[int, int], None]]:
         if done == total:  # the text that follows must not share the terminal with a live bar
             progress.stop()
 
-    if animated:
+    if moving:
         progress.start()
     try:
         yield update
     finally:
-        if animated:
+        if moving:
             progress.stop()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import sys
 from typing import Any
 
 import attrs
@@ -49,7 +50,7 @@ def _versions() -> dict[str, str]:
         }
     )
     return {
-        "python": platform.python_version(),
+        "python": f"{platform.python_version()}, {sys.executable}",
         "veloxquant": _version("veloxquant"),
         "mlx": _version("mlx"),
         "mlx-lm": _version("mlx-lm"),

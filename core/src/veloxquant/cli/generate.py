@@ -11,6 +11,9 @@ from typing import TypeVar
 import attrs
 import typer
 
+from veloxquant.cli.complete import complete_method
+from veloxquant.cli.complete import complete_setting
+from veloxquant.cli.complete import pointing_to_info
 from veloxquant.cli.model_files import SAMPLE
 from veloxquant.cli.model_files import check_model
 from veloxquant.cli.model_files import load_model
@@ -51,10 +54,19 @@ class _Request:
 
 
 def generate(
-    method: Annotated[str, typer.Option(help="Compression method; 'veloxquant list' shows them.")],
+    method: Annotated[
+        str,
+        typer.Option(help="Compression method; 'veloxquant list' shows them.", autocompletion=complete_method),
+    ],
     model: Annotated[str, typer.Option(help="Model folder, org/name on the Hugging Face hub, or 'sample'.")] = SAMPLE,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the method; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="An option of the method; repeatable.",
+            autocompletion=complete_setting,
+        ),
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="The prompt; by default a built-in long text.")] = None,
     prompt_file: Annotated[
@@ -117,7 +129,8 @@ def _checked_config(method: str, settings: list[str], proxy: bool) -> Any:
 
     registry = default_registry()
     loaded = registry.get(method)
-    config: Any = parse_config(loaded.info.config, settings, method=method)
+    with pointing_to_info(method):
+        config: Any = parse_config(loaded.info.config, settings, method=method)
     if proxy and "queries" in loaded.needs(config):
         raise ConfigError(f"{method} needs the model's true queries; leave --proxy out")
     complete_layer(LayerSpec(), config, registry)

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from typing import Annotated
 from typing import Any
+from typing import Literal
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Json", "fields", "only_json", "open_stderr", "open_stdout", "printable", "say_error", "table", "write_json"]
+__all__ = [
+    "Json",
+    "animated",
+    "fields",
+    "help_style",
+    "only_json",
+    "open_stderr",
+    "open_stdout",
+    "printable",
+    "say_error",
+    "table",
+    "write_json",
+]
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else there.")]
 """The option ``--json`` of every command."""
@@ -22,12 +36,33 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and not
 
 def open_stdout() -> Console:
     """A console on stdout that shows texts as they are, brackets included."""
-    return Console(markup=False, highlight=False, emoji=False)
+    return _console()
 
 
 def open_stderr() -> Console:
     """The same on stderr."""
-    return Console(stderr=True, markup=False, highlight=False, emoji=False)
+    return _console(stderr=True)
+
+
+def animated() -> bool:
+    """Whether progress on stderr may move; in a log, or where NO_COLOR asks for plain text, it is lines."""
+    # Not rich's own guess, which FORCE_COLOR overrules: an animation in a log file helps nobody.
+    return sys.stderr.isatty() and not _no_color() and not open_stderr().is_dumb_terminal
+
+
+def help_style() -> Literal["rich"] | None:
+    """How typer writes help: with frames and colours on a terminal, as plain text elsewhere."""
+    return "rich" if open_stdout().color_system else None
+
+
+def _console(*, stderr: bool = False) -> Console:
+    # rich drops colours for NO_COLOR and keeps bold and dim; plain text has none of them.
+    system: Literal["auto"] | None = None if _no_color() else "auto"
+    return Console(stderr=stderr, color_system=system, markup=False, highlight=False, emoji=False)
+
+
+def _no_color() -> bool:
+    return bool(os.environ.get("NO_COLOR"))
 
 
 def say_error(message: str) -> None:

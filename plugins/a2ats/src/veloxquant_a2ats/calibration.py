@@ -124,6 +124,11 @@ def calibrate_model(
 
 
 def _check(spec: LayerSpec, plan: Plan) -> None:
+    if spec.shard_count > 1:
+        raise UnsupportedModelError(
+            "a2ats learns the codebook of a whole model, and this one is sharded; calibrate in one process, and every "
+            "process of the sharded model takes its own heads from the file"
+        )
     if spec.rope is None:
         raise UnsupportedModelError(
             f"a2ats must undo the model's rotary embedding, and that of layer {spec.index} cannot be described"

@@ -212,6 +212,8 @@ def _quantile(energies: mx.array, share: float) -> mx.array:
 def uncalibrated_codebook(
     seed: int,
     heads: int,
+    shard: int,
+    shards: int,
     key_dim: int,
     value_dim: int | None,
     sub_dim: int,
@@ -224,7 +226,9 @@ def uncalibrated_codebook(
 
     Args:
         seed: Index of the layer.
-        heads: KV heads.
+        heads: KV heads of this process.
+        shard: Which of the processes of a sharded model it is.
+        shards: Number of those; the heads of all of them are drawn, so that together they are those of one process.
         key_dim: Channels of a key.
         value_dim: Channels of a value, or None for retrieve mode.
         sub_dim: Channels of a sub-vector in compress mode.
@@ -234,21 +238,22 @@ def uncalibrated_codebook(
         aware: As for ``compress_codebook``.
     """
     first, second = mx.random.split(mx.random.key(seed))
+    own = slice(shard * heads, (shard + 1) * heads)
     arrays: dict[str, Any] = {
         "key_center": mx.zeros((heads, key_dim)),
         "key_reach": mx.full((heads, key_dim), _RANDOM_REACH),
         "moment": mx.broadcast_to(mx.eye(key_dim), (heads, key_dim, key_dim)),
     }
     if value_dim is None:
-        arrays["keys"] = mx.random.normal((heads, 1, centroids, key_dim), key=first)
+        arrays["keys"] = mx.random.normal((heads * shards, 1, centroids, key_dim), key=first)[own]
         return retrieve_codebook(arrays, aware=aware, calibrated=False)
     # With H = I the energy of a random key is distributed like chi squared, here approximated by Wilson and Hilferty.
     normal, part = NormalDist(), 2 / (9 * key_dim)
     shares = [min(max(place / (QUANTILES - 1), 0.001), 0.999) for place in range(QUANTILES)]
     spread = mx.array([key_dim * (1 - part + normal.inv_cdf(share) * part**0.5) ** 3 for share in shares])
     arrays |= {
-        "keys": mx.random.normal((heads, key_dim // sub_dim, centroids, sub_dim), key=first),
-        "values": mx.random.normal((heads, value_dim // sub_dim, centroids, sub_dim), key=second),
+        "keys": mx.random.normal((heads * shards, key_dim // sub_dim, centroids, sub_dim), key=first)[own],
+        "values": mx.random.normal((heads * shards, value_dim // sub_dim, centroids, sub_dim), key=second)[own],
         "value_center": mx.zeros((heads, value_dim)),
         "value_reach": mx.full((heads, value_dim), _RANDOM_REACH),
         "factor": arrays["moment"],

@@ -120,7 +120,8 @@ def load_codebook(config: A2ATSConfig, layer: LayerSpec, rope: Rope | None) -> C
     version = (str(path.resolve()), stat.st_mtime_ns, stat.st_size)
     header, _ = _read(*version)
     _check(header, config, layer, rope, path)
-    return _codebook(*version, layer.index, config.beta, config.retrieval_fraction, config.use_query_aware)
+    heads = own_heads(header.layers[layer.index].kv_heads, layer)
+    return _codebook(*version, layer.index, heads, config.beta, config.retrieval_fraction, config.use_query_aware)
 
 
 @functools.lru_cache(maxsize=8)
@@ -154,10 +155,37 @@ def _shape(values: dict[str, Any]) -> LayerShape:
     return LayerShape(**{**values, "rope": Rope(**{**rope, "frequencies": None if waves is None else tuple(waves)})})
 
 
+def own_heads(kv_heads: int, layer: LayerSpec) -> tuple[int, ...] | None:
+    """Which heads of a codebook a process of a sharded model needs, or None for all of them.
+
+    Where there are more processes than KV heads, models hold each head in several.
+
+    Args:
+        kv_heads: KV heads of the codebook.
+        layer: The layer.
+    """
+    if layer.shard_count == 1 or layer.kv_heads is None:
+        return None
+    together = layer.kv_heads * layer.shard_count
+    first = layer.kv_heads * layer.shard_index
+    return tuple(head * kv_heads // together for head in range(first, first + layer.kv_heads))
+
+
 @functools.lru_cache(maxsize=512)
-def _codebook(path: str, modified: int, size: int, index: int, beta: float, fraction: float, aware: bool) -> Codebook:
+def _codebook(
+    path: str,
+    modified: int,
+    size: int,
+    index: int,
+    heads: tuple[int, ...] | None,
+    beta: float,
+    fraction: float,
+    aware: bool,
+) -> Codebook:
     header, arrays = _read(path, modified, size)
     own = {name.partition(".")[2]: array for name, array in arrays.items() if name.partition(".")[0] == str(index)}
+    if heads is not None:
+        own = {name: array[mx.array(heads)] for name, array in own.items()}
     if header.mode == "retrieve":
         return retrieve_codebook(own, aware=aware)
     return compress_codebook(own, beta=beta, fraction=fraction, aware=aware)
@@ -175,9 +203,13 @@ def _check(header: Header, config: A2ATSConfig, layer: LayerSpec, rope: Rope | N
     own = header.layers.get(layer.index)
     if own is None:
         raise ConfigError(f"a2ats: the codebook '{path}' has nothing for layer {layer.index}; {again}")
+    shards = layer.shard_count
+    kv_heads = None if layer.kv_heads is None else layer.kv_heads * shards
+    if kv_heads is not None and shards > own.kv_heads and kv_heads % own.kv_heads == 0:
+        kv_heads = own.kv_heads  # each is held by several processes
     for words, has, wanted in (
-        ("query heads", own.query_heads, layer.query_heads),
-        ("KV heads", own.kv_heads, layer.kv_heads),
+        ("query heads", own.query_heads, None if layer.query_heads is None else layer.query_heads * shards),
+        ("KV heads", own.kv_heads, kv_heads),
         ("channels a head", own.head_dim, layer.head_dim),
     ):
         if wanted is not None and wanted != has:

@@ -10,7 +10,6 @@ from typing import Annotated
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.progress import Progress
 from rich.progress import TextColumn
 from rich.progress import TimeElapsedColumn
@@ -19,6 +18,8 @@ from veloxquant import VeloxQuantError
 from veloxquant.cli.model_files import SAMPLE
 from veloxquant.cli.model_files import check_model
 from veloxquant.cli.model_files import load_model
+from veloxquant.cli.output import animated
+from veloxquant.cli.output import open_stderr
 
 __all__ = ["calibrate"]
 
@@ -129,8 +130,8 @@ class _Bar:
 
     def __init__(self) -> None:
         columns = [TextColumn("{task.description}", markup=False), *Progress.get_default_columns()[1:]]
-        self._progress = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
-        self._animated = sys.stderr.isatty()
+        self._progress = Progress(*columns, TimeElapsedColumn(), console=open_stderr())
+        self._animated = animated()
         self._task: Any = None
 
     def __enter__(self) -> _Bar:

@@ -84,7 +84,11 @@ class A2ATSConfig:
     codebook: str | None = attrs.field(
         default=None,
         validator=optional(instance_of(str)),
-        metadata={"help": "file that 'veloxquant calibrate a2ats' wrote for this model"},
+        metadata={
+            "help": "file that 'veloxquant calibrate a2ats' wrote for this model",
+            "example": "codebook.safetensors",
+            "calibrated": True,
+        },
     )
     allow_uncalibrated: bool = attrs.field(
         default=False,

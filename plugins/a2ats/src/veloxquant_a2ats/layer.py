@@ -122,6 +122,8 @@ class Layer:
         return uncalibrated_codebook(
             self.spec.index,
             heads,
+            self.spec.shard_index,
+            self.spec.shard_count,
             key_dim,
             value_dim if compress else None,
             options.sub_dim,

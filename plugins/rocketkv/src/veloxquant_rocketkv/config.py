@@ -46,7 +46,10 @@ class RocketKVConfig:
     compression_ratio: float = attrs.field(
         default=8.0,
         converter=float,
-        metadata={"help": "rows seen over rows read at a decode step, above 1; split between the two stages"},
+        metadata={
+            "help": "rows seen over rows read at a decode step, above 1; split between the two stages",
+            "example": 8,
+        },
     )
     page_size: int | None = attrs.field(
         default=None,

@@ -51,7 +51,7 @@ class SnapKVConfig:
         default=None,
         converter=attrs.converters.optional(float),
         validator=optional([gt(1.0), lt(math.inf)]),
-        metadata={"help": "budget = tokens seen / ratio; 4 when neither this nor budget is given"},
+        metadata={"help": "budget = tokens seen / ratio; 4 when neither this nor budget is given", "example": 4},
     )
     window: int = attrs.field(
         default=32, validator=_count(1), metadata={"help": "last prompt tokens whose queries vote, always kept"}

@@ -28,7 +28,10 @@ class TurboQuantRVQConfig:
     bits: int = attrs.field(
         default=1,
         validator=[instance_of(int), ge(1), le(4)],
-        metadata={"help": "bits of each of the two stages of a key coordinate: 1 stores 2 bits, 4 stores 8"},
+        metadata={
+            "help": "bits of each of the two stages of a key coordinate: 1 stores 2 bits, 4 stores 8",
+            "example": 2,
+        },
     )
     seed: int = attrs.field(
         default=42,
@@ -43,7 +46,7 @@ class TurboQuantRVQConfig:
     value_bits: int | None = attrs.field(
         default=None,
         validator=optional([instance_of(int), in_((2, 3, 4, 8))]),
-        metadata={"help": "bits of a value coordinate: 2, 3, 4 or 8; None keeps values as they came"},
+        metadata={"help": "bits of a value coordinate: 2, 3, 4 or 8; None keeps values as they came", "example": 4},
     )
     sinks: int = attrs.field(
         default=4, validator=_count(2**16), metadata={"help": "first tokens that are also kept as they came"}

@@ -1,0 +1,57 @@
+"""What a shell may complete, and what the user is told to look up when it was typed wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import typer
+
+from veloxquant.errors import ConfigError
+from veloxquant.errors import VeloxQuantError
+
+__all__ = ["complete_calibration", "complete_method", "complete_setting", "pointing_to_info"]
+
+
+def complete_method(incomplete: str) -> list[str]:
+    """Names of installed methods; no plugin is imported."""
+    from veloxquant.registry import default_registry
+
+    return [name for name in default_registry().names() if name.startswith(incomplete)]
+
+
+def complete_calibration(incomplete: str) -> list[str]:
+    """Names of methods that can be calibrated."""
+    from veloxquant.discovery import CALIBRATIONS
+    from veloxquant.discovery import discover
+
+    return sorted(name for name in discover(group=CALIBRATIONS) if name.startswith(incomplete))
+
+
+def complete_setting(context: typer.Context, incomplete: str) -> list[str]:
+    """``OPTION=`` for the options of the method that stands on the line already."""
+    from veloxquant.config import describe_options
+    from veloxquant.registry import default_registry
+
+    # A line that ends with an option in want of a value is not parsed to its end, so look among its words too.
+    line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or ""
+    names = default_registry().names()
+    found = [context.params.get("method"), context.params.get("name"), *(one for one in line.split() if one in names)]
+    method = next((name for name in found if name), None)
+    if method is None:
+        return []
+    try:
+        options = describe_options(default_registry().get(method).info.config)
+    except VeloxQuantError:  # a shell has no place for messages
+        return []
+    return [f"{option.name}=" for option in options if option.name.startswith(incomplete)]
+
+
+@contextlib.contextmanager
+def pointing_to_info(method: str) -> Iterator[None]:
+    """Add to what is wrong with the options of a method where they are listed."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{error}; 'veloxquant info {method}' lists the options") from error
