@@ -71,7 +71,7 @@ class CompressedGenerator(server.ResponseGenerator):  # type: ignore[misc]
                 self.counts.add(generated_tokens=1)
                 yield response
             end = "finished"
-        except GeneratorExit:
+        except ConnectionError:  # the client went away while its prompt was processed
             raise
         except Exception:
             end = "failed"

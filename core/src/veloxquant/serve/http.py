@@ -71,13 +71,15 @@ def refuse_busy_address(host: str, port: int) -> None:
     Raises:
         VeloxQuantError: It will not.
     """
+    if not 0 <= port <= 65535:  # the resolver would take the rest of a division
+        raise cannot_listen(host, port, ValueError("there is no such port"))
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = infos[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise cannot_listen(host, port, error) from error
 
 
