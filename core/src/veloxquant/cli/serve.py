@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from veloxquant.cli.generate import checked_config
 from veloxquant.cli.model_files import SAMPLE
 from veloxquant.cli.model_files import check_model
 from veloxquant.errors import VeloxQuantError
@@ -38,10 +39,9 @@ def serve(
     ] = False,
 ) -> None:
     """Serve a model over HTTP with compressed caches; options of mlx_lm.server pass through (--host, --port, ...)."""
-    from veloxquant.cli.generate import _checked_config
     from veloxquant.registry import default_registry
 
-    config = _checked_config(method, settings or [], proxy)
+    config = checked_config(method, settings or [], proxy)
     size = _bytes("--cache-bytes", cache_bytes)
     check_model(model)
     from veloxquant.serve import ServeOptions
