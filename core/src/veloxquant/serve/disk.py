@@ -28,34 +28,16 @@ from veloxquant.serve.folder import CacheFolder
 from veloxquant.serve.folder import DiskEntry
 from veloxquant.serve.folder import describe_entry
 from veloxquant.serve.folder import file_name
+from veloxquant.serve.identity import LoadedModel
 from veloxquant.store import load_prompt_cache
 from veloxquant.store import pack_prompt_cache
 
-__all__ = ["DiskEntry", "DiskStore", "LoadedModel"]
+__all__ = ["DiskEntry", "DiskStore"]
 
 MIN_TOKENS = 16
 """Shorter prompts are processed sooner than read."""
 MAX_WAITING_BYTES = 1 << 30
 """Bytes of caches that wait to be written; they are held in memory until then."""
-
-
-@attrs.frozen
-class LoadedModel:
-    """The model that caches are stored and loaded for.
-
-    Args:
-        key: What mlx-lm's server calls it by.
-        model: The model.
-        identity: See ``model_identity``.
-        method: Name of the method.
-        config: Its options.
-    """
-
-    key: Any
-    model: Any
-    identity: str
-    method: str
-    config: Any
 
 
 @attrs.define
@@ -186,7 +168,9 @@ class DiskStore:
 
     def _drop_damaged(self, entry: DiskEntry, error: Exception) -> None:
         with self._lock:
-            if self._entries.pop(entry.path.name, None) is not None and entry.path.exists():
+            known = self._entries.pop(entry.path.name, None)
+            # A file that is gone or cannot be opened just now is no damaged one.
+            if known is not None and not isinstance(error.__cause__, OSError):
                 self.folder.set_aside(entry.path, str(error))
                 self.counts.set_aside += 1
 

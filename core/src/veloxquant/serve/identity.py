@@ -7,6 +7,7 @@ import json
 from importlib.metadata import version
 from typing import Any
 
+import attrs
 import mlx.core as mx
 import mlx_lm
 import numpy as np
@@ -15,10 +16,29 @@ from mlx.utils import tree_flatten
 from veloxquant.config import config_to_dict
 from veloxquant.method import Method
 
-__all__ = ["model_identity"]
+__all__ = ["LoadedModel", "model_identity"]
 
 SAMPLES = 256
 """Values of each weight array that are looked at: every array counts, and large models start quickly."""
+
+
+@attrs.frozen
+class LoadedModel:
+    """The model that caches are stored and loaded for.
+
+    Args:
+        key: What mlx-lm's server calls it by.
+        model: The model.
+        identity: See ``model_identity``.
+        method: Name of the method.
+        config: Its options.
+    """
+
+    key: Any
+    model: Any
+    identity: str
+    method: str
+    config: Any
 
 
 def model_identity(model: Any, tokenizer: Any, method: Method, config: Any, query_mode: str) -> str:
@@ -53,7 +73,8 @@ def _hash(data: bytes) -> str:
 
 def _weights(model: Any) -> str:
     digest = hashlib.sha256()
-    for name, array in sorted(tree_flatten(model.parameters()), key=lambda pair: pair[0]):
+    weights: Any = tree_flatten(model.parameters())
+    for name, array in sorted(weights, key=lambda pair: pair[0]):
         digest.update(f"{name} {array.shape} {array.dtype} ".encode())
         if array.size:
             places = mx.array(np.linspace(0, array.size - 1, min(SAMPLES, array.size)).astype(np.uint32))

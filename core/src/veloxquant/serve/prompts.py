@@ -67,7 +67,7 @@ def is_checkpoint(caches: Sequence[Any]) -> bool:
     return any(isinstance(cache, LayerCache) and cache.prompt_open for cache in caches)
 
 
-class _KeepingTrie(PromptTrie):  # type: ignore[misc]
+class _KeepingTrie(PromptTrie):
     """A trie that gives up a stored prefix only if the longer entry can be rewound to it without loss."""
 
     def pop_prefixes(self, model: Any, tokens: list[int]) -> list[tuple[int, Any]]:
@@ -81,7 +81,7 @@ class _KeepingTrie(PromptTrie):  # type: ignore[misc]
         return redundant
 
 
-class PromptCache(LRUPromptCache):  # type: ignore[misc]
+class PromptCache(LRUPromptCache):
     """mlx-lm's LRU prompt cache with three differences.
 
     Stored prefixes stay unless they are redundant; a shorter exact entry is preferred to an approximate rewind of a
@@ -104,7 +104,7 @@ class PromptCache(LRUPromptCache):  # type: ignore[misc]
         checkpoints: bool = True,
     ) -> None:
         super().__init__(max_size, max_bytes)
-        self._trie = _KeepingTrie()
+        self._trie = _KeepingTrie()  # type: ignore[no-untyped-call]
         self.counts = PromptCounts()
         self.disk = disk
         self._checkpoints = checkpoints

@@ -45,6 +45,8 @@ class CompressedModelProvider(server.ModelProvider):  # type: ignore[misc]
         sample: Folder of the sample model, whose weights are loaded as the project measures with them, or None.
     """
 
+    model: Any
+
     def __init__(self, options: argparse.Namespace, compression: Compression, sample: str | None = None) -> None:
         self.compression = compression
         self.query_mode: str | None = None

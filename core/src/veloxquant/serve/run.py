@@ -19,13 +19,13 @@ from veloxquant.config import config_to_dict
 from veloxquant.errors import ConfigError
 from veloxquant.errors import VeloxQuantError
 from veloxquant.serve.disk import DiskStore
-from veloxquant.serve.disk import LoadedModel
 from veloxquant.serve.folder import CacheFolder
 from veloxquant.serve.generator import CompressedGenerator
 from veloxquant.serve.http import Handler
 from veloxquant.serve.http import cannot_listen
 from veloxquant.serve.http import make_server_class
 from veloxquant.serve.http import refuse_busy_address
+from veloxquant.serve.identity import LoadedModel
 from veloxquant.serve.options import parse_server_options
 from veloxquant.serve.prompts import PromptCache
 from veloxquant.serve.provider import CompressedModelProvider

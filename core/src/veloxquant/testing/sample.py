@@ -109,7 +109,7 @@ def convert_sample_model(
     if dense:
         model = dequantize_model(model)
     model.set_dtype(_DTYPES[dtype])
-    mx.eval(model.parameters())
+    mx.eval(model.parameters())  # type: ignore[no-untyped-call]
     return model
 
 
