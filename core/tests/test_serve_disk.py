@@ -16,9 +16,9 @@ from veloxquant.errors import VeloxQuantError
 from veloxquant.registry import default_registry
 from veloxquant.serve import disk as disk_module
 from veloxquant.serve.disk import DiskStore
-from veloxquant.serve.disk import LoadedModel
 from veloxquant.serve.folder import CacheFolder
 from veloxquant.serve.folder import file_name
+from veloxquant.serve.identity import LoadedModel
 from veloxquant.serve.identity import model_identity
 from veloxquant.serve.prompts import PromptCache
 from veloxquant.testing.toys import tiny_llama

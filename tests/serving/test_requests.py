@@ -10,14 +10,15 @@ import pytest
 
 CAPITALS = {
     "France": "Paris",
-    "Italy": "Rome",
+    "Greece": "Athens",
     "Japan": "Tokyo",
-    "Germany": "Berlin",
-    "Spain": "Madrid",
+    "Austria": "Vienna",
+    "Cuba": "Havana",
     "Egypt": "Cairo",
     "Russia": "Moscow",
     "China": "Beijing",
 }
+NEVER_ENDING = {"0": -100, "2": -100}
 METHODS = {
     "snapkv": ("--set", "budget=48", "--set", "window=16"),
     "turboquant_rvq": (),
@@ -108,7 +109,7 @@ def test_a_prompt_one_token_shorter_than_a_stored_one(server, client_of):
 
 def test_a_client_that_disconnects_frees_its_place(server, ask):
     before = server.stats()["requests"]["abandoned"]
-    body = json.dumps({"prompt": "Tell me a long story.", "max_tokens": 2000, "stream": True}).encode()
+    body = json.dumps({"prompt": "One, two,", "max_tokens": 2000, "stream": True, "logit_bias": NEVER_ENDING}).encode()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -125,8 +126,9 @@ def test_a_client_that_disconnects_frees_its_place(server, ask):
 
 
 def test_a_prompt_beyond_the_context_is_refused(server, client_of, ask):
-    with pytest.raises(openai.BadRequestError, match=r"the prompt has \d+ tokens and the model takes 8192"):
+    with pytest.raises(openai.BadRequestError) as refusal:
         client_of(server).completions.create(model="default_model", prompt="word " * 9000, max_tokens=1)
+    assert refusal.value.body == "the prompt has 9001 tokens and the model takes 8192; shorten it"
     assert "Paris" in ask(server, question("France"))
 
 
