@@ -179,6 +179,30 @@ def test_the_log_says_what_is_served(server):
     assert f"http://127.0.0.1:{server.port}" in line
 
 
+@pytest.mark.parametrize(
+    "words", [("rocketkv",), ("a2ats", "--set", "allow_uncalibrated=true")], ids=["rocketkv", "a2ats"]
+)
+def test_other_methods_serve_and_tell(start, client_of, words):
+    """Two at once, and figures in the middle: what a method holds may have to be computed to be told."""
+    server = start("--method", *words)
+    with ThreadPoolExecutor(2) as pool:
+        answers = [
+            pool.submit(
+                client_of(server).completions.create,
+                model="default_model",
+                prompt=prompt,
+                max_tokens=12,
+                logit_bias=NEVER_ENDING,
+            )
+            for prompt in ("One, two, three, four,", "Monday, Tuesday,")
+        ]
+        until(lambda: server.stats()["running"]["bytes_held"] > 0)
+    assert all(answer.result().usage.completion_tokens == 12 for answer in answers)
+    stats = server.stats()
+    assert stats["running"]["sequences"] == 0
+    assert 0 < stats["prompt_cache"]["bytes_held"]
+
+
 def test_memory_returns(start, ask):
     server = start("--method", "snapkv", "--set", "budget=48", "--prompt-cache-size", "4")
     resident = []

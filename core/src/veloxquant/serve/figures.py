@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import TYPE_CHECKING
 from typing import Any
@@ -14,8 +13,9 @@ from veloxquant.reports import report
 
 if TYPE_CHECKING:
     from veloxquant.serve.generator import CompressedGenerator
+    from veloxquant.serve.prompts import PromptCache
 
-__all__ = ["RequestCounts", "collect"]
+__all__ = ["Held", "RequestCounts", "collect", "measure"]
 
 _CHECKPOINTS = (
     "a prompt is also kept as it was before its end; caches of a method that evicts are full size there "
@@ -61,7 +61,8 @@ def collect(generator: CompressedGenerator) -> dict[str, Any]:
     provider, prompts = generator.provider, generator.prompts
     chosen, counts = provider.compression, prompts.counts
     requests = generator.counts.to_dict()
-    stored, running = prompts.held(), _running(generator)
+    held = generator.held()
+    stored, running = dict(held.stored), held.running
     note = stored.pop("checkpoints")
     return {
         "method": chosen.method.name,
@@ -94,20 +95,28 @@ def collect(generator: CompressedGenerator) -> dict[str, Any]:
     }
 
 
-def _running(generator: CompressedGenerator) -> dict[str, Any]:
-    """The sequences of the batch that is being generated; requests served one at a time are not seen here."""
+@attrs.frozen
+class Held:
+    """What caches hold: those stored, and those of the batch that is generated."""
+
+    stored: dict[str, Any]
+    running: dict[str, Any]
+
+
+def measure(prompts: PromptCache, batch: Any) -> Held:
+    """Measure what is held. Methods may have to compute for that, so this is for the thread that generates.
+
+    Args:
+        prompts: The prompt cache.
+        batch: mlx-lm's batch generator, or None; a request served alone is not in it.
+    """
     total = {"sequences": 0, "tokens_seen": 0, "tokens_kept": 0.0, "bytes_held": 0, "bytes_plain": 0}
-    batch = generator.batch
-    parts = () if batch is None else (batch._prompt_batch, batch._generation_batch)
-    for part in parts:
-        # The generating thread goes on meanwhile: at worst a sequence is counted late.
-        with contextlib.suppress(IndexError, ValueError, RuntimeError):
-            caches = list(part.prompt_cache)
-            if caches and len(part):
-                found = report(caches)
-                total["sequences"] += len(part)
-                total["tokens_seen"] += found.tokens_seen
-                total["tokens_kept"] += round(found.tokens_kept, 1)
-                total["bytes_held"] += found.bytes_held
-                total["bytes_plain"] += found.bytes_plain
-    return total
+    for part in () if batch is None else (batch._prompt_batch, batch._generation_batch):
+        if len(part):
+            found = report(part.prompt_cache)
+            total["sequences"] += len(part)
+            total["tokens_seen"] += found.tokens_seen
+            total["tokens_kept"] += round(found.tokens_kept, 1)
+            total["bytes_held"] += found.bytes_held
+            total["bytes_plain"] += found.bytes_plain
+    return Held(prompts.held(), total)

@@ -11,12 +11,17 @@ from typing import Any
 from mlx_lm import server
 
 from veloxquant.errors import VeloxQuantError
+from veloxquant.serve.figures import Held
 from veloxquant.serve.figures import RequestCounts
+from veloxquant.serve.figures import measure
 from veloxquant.serve.options import rebound
 from veloxquant.serve.prompts import PromptCache
 from veloxquant.serve.provider import CompressedModelProvider
 
 __all__ = ["CompressedGenerator"]
+
+MEASURE_SECONDS = 2.0
+"""How long figures are waited for."""
 
 
 class CompressedGenerator(server.ResponseGenerator):  # type: ignore[misc]
@@ -34,6 +39,9 @@ class CompressedGenerator(server.ResponseGenerator):  # type: ignore[misc]
         self._started = threading.Event()
         self._refusal: Exception | None = None
         self._batch: Callable[[], Any] = lambda: None
+        self._held = measure(prompts, None)
+        self._asking = threading.Lock()
+        self._measure_wanted, self._measured = threading.Event(), threading.Event()
         super().__init__(provider, prompts)
 
     def wait_until_loaded(self) -> None:
@@ -49,10 +57,21 @@ class CompressedGenerator(server.ResponseGenerator):  # type: ignore[misc]
             lines = str(self._refusal).strip().splitlines() or ["no reason given"]
             raise VeloxQuantError(f"the model cannot be loaded: {type(self._refusal).__name__}: {lines[0]}")
 
-    @property
-    def batch(self) -> Any:
-        """The batch generator at work, or None."""
-        return self._batch()
+    def held(self) -> Held:
+        """What caches hold, measured by the thread that generates; the last figures when it is long busy."""
+        with self._asking:
+            self._measured.clear()
+            self._measure_wanted.set()
+            self._measured.wait(MEASURE_SECONDS)
+            return self._held
+
+    def _next_request(self, timeout: float | None = None) -> Any:
+        # The generating thread comes by here twice a second at least, unless it serves a request alone.
+        if self._measure_wanted.is_set():
+            self._measure_wanted.clear()
+            self._held = measure(self.prompts, self._batch())
+            self._measured.set()
+        return super()._next_request(timeout)
 
     def generate(self, request: Any, generation_args: Any, progress_callback: Any = None) -> tuple[Any, Iterator[Any]]:
         """As in mlx-lm; counts what becomes of the request."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -108,8 +107,6 @@ class PromptCache(LRUPromptCache):
         self.counts = PromptCounts()
         self.disk = disk
         self._checkpoints = checkpoints
-        # Figures are asked for by threads that serve HTTP.
-        self._lock = threading.RLock()
 
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         """Find the stored cache that saves the most of a prompt.
@@ -121,13 +118,12 @@ class PromptCache(LRUPromptCache):
         Returns:
             A copy of the cache, or None, and the tokens that remain to be fed: at least one.
         """
-        with self._lock:
-            caches, reused = self._take(model, tokens)
-            self.counts.prompt_tokens += len(tokens)
-            self.counts.reused_tokens += reused
-            if caches is None:
-                self.counts.misses += 1
-            return caches, tokens[reused:]
+        caches, reused = self._take(model, tokens)
+        self.counts.prompt_tokens += len(tokens)
+        self.counts.reused_tokens += reused
+        if caches is None:
+            self.counts.misses += 1
+        return caches, tokens[reused:]
 
     def insert_cache(
         self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
@@ -146,22 +142,15 @@ class PromptCache(LRUPromptCache):
         checkpoint = is_checkpoint(prompt_cache)
         if checkpoint and not self._checkpoints and _evicts(prompt_cache):
             return
-        with self._lock:
-            super().insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
+        super().insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
         if self.disk is not None and not checkpoint:
             self.disk.offer(model, tokens, prompt_cache)
 
-    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """As in mlx-lm."""
-        with self._lock:
-            super().trim_to(n_sequences=n_sequences, n_bytes=n_bytes)
-
     def held(self) -> dict[str, Any]:
-        """What the entries in memory hold, as plain values."""
-        with self._lock:
-            entries = [self._trie.get(model, tokens).prompt_cache for model, tokens in self._keys()]
-            reports = [report(caches) for caches in entries]
-            early = [one for one, caches in zip(reports, entries, strict=True) if is_checkpoint(caches)]
+        """What the entries in memory hold, as plain values; for the thread that generates."""
+        entries = [self._trie.get(model, tokens).prompt_cache for model, tokens in self._keys()]
+        reports = [report(caches) for caches in entries]
+        early = [one for one, caches in zip(reports, entries, strict=True) if is_checkpoint(caches)]
         return {
             "entries": len(reports),
             "tokens_seen": sum(one.tokens_seen for one in reports),
