@@ -200,7 +200,7 @@ def test_other_methods_serve_and_tell(start, client_of, words):
     assert all(answer.result().usage.completion_tokens == 12 for answer in answers)
     stats = server.stats()
     assert stats["running"]["sequences"] == 0
-    assert 0 < stats["prompt_cache"]["bytes_held"]
+    assert stats["prompt_cache"]["bytes_held"] > 0
 
 
 def test_memory_returns(start, ask):
