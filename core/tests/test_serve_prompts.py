@@ -253,6 +253,9 @@ def test_a_cache_of_other_tokens_is_not_kept(model, registry):
     store = PromptCache()
     store.insert_cache(MODEL, [1, 2], caches)
     assert len(store) == 0
+    # A token that was not fed is not taken for one that was.
+    store.insert_cache(MODEL, [1, 2, 3, 4], caches)
+    assert [key for _, key in store._keys()] == [[1, 2, 3]]
 
 
 def test_rewinds_are_as_exact_as_they_say(model, registry):

@@ -132,13 +132,16 @@ class PromptCache(LRUPromptCache):
 
         Args:
             model: The key of the model.
-            tokens: The tokens that the cache has seen.
+            tokens: The tokens that the cache has seen, and maybe some that it has not.
             prompt_cache: The cache; it must not be used any more.
             cache_type: What mlx-lm's server calls it: ``system``, ``user`` or ``assistant``.
         """
-        if not _has_seen(prompt_cache, len(tokens)):
-            logging.warning(f"a prompt cache does not hold its {len(tokens)} tokens and is not kept")
+        seen = _tokens_seen(prompt_cache, len(tokens))
+        if not 0 < seen <= len(tokens):
+            logging.warning(f"a prompt cache has seen {seen} tokens where {len(tokens)} were announced; it is not kept")
             return
+        # After speculative decoding the last token, which was never fed, is announced too.
+        tokens = tokens[:seen]
         checkpoint = is_checkpoint(prompt_cache)
         if checkpoint and not self._checkpoints and _evicts(prompt_cache):
             return
@@ -229,8 +232,10 @@ def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     return int(different[0]) if different.size else length
 
 
-def _has_seen(caches: Sequence[Any], count: int) -> bool:
-    return all(cache.offset == count for cache in caches if isinstance(cache, LayerCache))
+def _tokens_seen(caches: Sequence[Any], otherwise: int) -> int:
+    """Tokens that all compressed layers have seen; 0 when they disagree."""
+    found = {cache.offset for cache in caches if isinstance(cache, LayerCache)} or {otherwise}
+    return found.pop() if len(found) == 1 else 0
 
 
 def _evicts(caches: Sequence[Any]) -> bool:
