@@ -75,7 +75,7 @@ def test_a_conversation_goes_on_after_a_restart_and_other_options_share_nothing(
     longer = STORY + before.choices[0].text + " Then"
     after = client_of(server).completions.create(model="default_model", prompt=longer, max_tokens=2)
     assert after.usage.prompt_tokens_details.cached_tokens >= before.usage.total_tokens - 2
-    server.stop()
+    assert server.stop() == 0
     other = start("--method", "snapkv", "--set", "budget=36", "--set", "window=16", "--cache-dir", str(folder))
     client_of(other).completions.create(model="default_model", prompt=STORY, max_tokens=1)
     stats = other.stats()
@@ -89,7 +89,7 @@ def test_a_damaged_file_is_set_aside_and_counted(start, client_of, tmp_path):
     server = start(*SNAPKV, "--cache-dir", str(folder))
     before = client_of(server).completions.create(model="default_model", prompt=STORY, max_tokens=6)
     written(server, 1)
-    server.stop()
+    assert server.stop() == 0
     (path,) = folder.glob("[0-9a-f]*.safetensors")
     content = bytearray(path.read_bytes())
     content[-100] ^= 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -58,6 +61,10 @@ def serve(
         own_options=[name for option in context.command.params for name in option.opts],
     )
     run(["--model", sample or model, *context.args], options)
+    # All is written and closed. MLX's threads now and then abort a process that is taken down while they exist.
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _sample_folder() -> str:
