@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import server_process
@@ -83,9 +84,10 @@ def main():
 
 
 def measure(servers, prompt, options):
+    # The prompts of all arms at once: only what comes after them is timed.
+    with ThreadPoolExecutor(len(servers)) as pool:
+        list(pool.map(lambda server: speed(server.wait(), prompt, 2, 1), servers.values()))
     for server in servers.values():
-        server.wait()
-        speed(server, prompt, 2, 1)
         speed(server, prompt, 4, options.parallel)
     figures = {name: [] for name in servers}
     for _ in range(options.rounds):
