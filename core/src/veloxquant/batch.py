@@ -112,11 +112,10 @@ class BatchLayerCache:
                 f"the batch holds {len(self.sequences)} sequences and was given keys for {keys.shape[0]}"
             )
         counts = self._take(keys.shape[2])
+        parts = zip(self.sequences, counts, _apart(keys, counts), _apart(values, counts), strict=True)
         self._pending = [
-            (count, *cache.update_and_fetch(keys[row : row + 1, :, :count], values[row : row + 1, :, :count]))
-            if count
-            else None
-            for row, (cache, count) in enumerate(zip(self.sequences, counts, strict=True))
+            (count, *cache.update_and_fetch(own_keys, own_values)) if count else None
+            for cache, count, own_keys, own_values in parts
         ]
         return keys, values
 
@@ -161,14 +160,13 @@ class BatchLayerCache:
         if len(self._pending) != queries.shape[0]:
             raise RoutingError("attention was asked for before rows were stored; call update_and_fetch first")
         length, outputs = queries.shape[2], []
-        for row, (cache, pending) in enumerate(zip(self.sequences, self._pending, strict=True)):
+        counts = [0 if pending is None else pending[0] for pending in self._pending]
+        for cache, pending, own_queries in zip(self.sequences, self._pending, _apart(queries, counts), strict=True):
             if pending is None:
                 outputs.append(mx.zeros((1, queries.shape[1], length, values.shape[3]), dtype=queries.dtype))
                 continue
             count, own_keys, own_values = pending
-            output = cache.attend(
-                queries[row : row + 1, :, :count], own_keys, own_values, scale, cache.make_mask(count), sinks
-            )
+            output = cache.attend(own_queries, own_keys, own_values, scale, cache.make_mask(count), sinks)
             outputs.append(mx.pad(output, [(0, 0), (0, 0), (0, length - count), (0, 0)]) if count < length else output)
         self._pending = []
         return mx.concatenate(outputs, axis=0)
@@ -338,6 +336,13 @@ class BatchLayerCache:
 
     def __repr__(self) -> str:
         return f"BatchLayerCache({self.sequences!r})"
+
+
+def _apart(rows: mx.array, counts: Sequence[int]) -> list[mx.array]:
+    """The first rows of each sequence, without its padding; in one operation when there is none."""
+    if all(count == rows.shape[2] for count in counts):
+        return list(mx.split(rows, len(counts))) if len(counts) > 1 else [rows] * len(counts)
+    return [rows[index : index + 1, :, :count] for index, count in enumerate(counts)]
 
 
 def _integers(indices: Any) -> list[int]:

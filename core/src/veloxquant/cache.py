@@ -38,6 +38,9 @@ __all__ = ["LayerCache"]
 DEFAULT_WINDOW = 32
 """Rows from which a block counts as prompt, for methods that name no option for it."""
 
+EXACT_CODEC_TRIM = 64
+"""Tokens that a codec with exact newest rows can forget without leaving some of them as codes, see ``MethodInfo``."""
+
 
 class LayerCache:
     """A compressed cache of one layer, for mlx-lm's models, generators and servers.
@@ -69,6 +72,8 @@ class LayerCache:
         # Whatever comes first is prompt.
         self._prompt_open = True
         self._block = 0
+        # Tokens seen when a prompt was last completed.
+        self._completed = 0
         self._shape: list[Any] | None = None
         # Shapes and dtypes of the one row of a decode step, which needs no further look.
         self._step: tuple[Any, ...] | None = None
@@ -122,6 +127,7 @@ class LayerCache:
 
     def _finish_prompt(self) -> None:
         self._prompt_open = False
+        self._completed = self.offset
         finish = self.method.ops.finish_prompt
         if finish is not None:
             finish(self.method_state)
@@ -223,6 +229,26 @@ class LayerCache:
         """Whether ``trim`` works; the same answer on an empty and on a used cache."""
         return self.method.trimmable(self.query_mode, self.config)
 
+    @property
+    def prompt_open(self) -> bool:
+        """Whether the prompt is still coming in: a method that evicts holds every row of it."""
+        return self._prompt_open
+
+    @property
+    def exact_trim(self) -> int:
+        """The most tokens that ``trim`` forgets without loss; a deeper one is approximate. 0 when it is refused."""
+        if not self.is_trimmable():
+            return 0
+        info = self.method.info
+        if info.exact_rows is not None and getattr(self.config, info.exact_rows) > 0:
+            return min(self.offset, EXACT_CODEC_TRIM)
+        if not info.evicts:
+            return self.offset
+        if self._prompt_open and 0 < self._block < self._window:
+            # The trim would complete the prompt early, and what it evicts would not have seen the rest.
+            return 0
+        return self.offset if self.rows >= self.offset else self.offset - self._completed
+
     def trim(self, n: int) -> int:
         """Forget the last tokens.
 
@@ -248,6 +274,7 @@ class LayerCache:
             assert trim is not None  # is_trimmable said so
             trim(self.method_state, n)
             self.offset -= n
+            self._completed = min(self._completed, self.offset)
         # The rest of a prompt that came in one block with a draft: the block has been attended, and what the
         # trim left of it is the end of the prompt.
         if self._prompt_open and 0 < self._block < self._window:
@@ -257,7 +284,7 @@ class LayerCache:
     def _reset(self) -> None:
         self.method_state = self.method.ops.create(self.config, self.layer)
         remember_layer(self.method_state, self.layer)
-        self.offset = self._block = 0
+        self.offset = self._block = self._completed = 0
         self._prompt_open = True
         self._remember(None)
 
@@ -310,11 +337,19 @@ class LayerCache:
 
     def _session(self) -> dict[str, Any]:
         """The plain values of the cache itself, for ``state``."""
-        return {"offset": self.offset, "prompt_open": self._prompt_open, "block": self._block, "shape": self._shape}
+        return {
+            "offset": self.offset,
+            "prompt_open": self._prompt_open,
+            "block": self._block,
+            "completed": self._completed,
+            "shape": self._shape,
+        }
 
     def _resume(self, session: dict[str, Any]) -> None:
         self.offset, self._prompt_open = int(session["offset"]), bool(session["prompt_open"])
         self._block = int(session["block"])
+        # States of earlier versions do not say: then no rewind counts as exact.
+        self._completed = int(session.get("completed", self.offset))
         self._remember(session["shape"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerCache:

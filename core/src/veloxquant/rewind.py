@@ -7,7 +7,7 @@ from typing import Any
 
 from veloxquant.errors import VeloxQuantError
 
-__all__ = ["trim_prompt_cache"]
+__all__ = ["exact_trim", "trim_prompt_cache"]
 
 
 def trim_prompt_cache(caches: Sequence[Any], num_tokens: int) -> int:
@@ -39,6 +39,25 @@ def trim_prompt_cache(caches: Sequence[Any], num_tokens: int) -> int:
     for count, cache in zip(counts, caches, strict=True):
         cache.trim(count)
     return num_tokens
+
+
+def exact_trim(caches: Sequence[Any]) -> int:
+    """The most tokens that ``trim_prompt_cache`` forgets without loss.
+
+    Args:
+        caches: The caches of a model, compressed and native ones alike.
+
+    Returns:
+        The least of all layers; a deeper trim is approximate, or refused.
+    """
+    return min((_exact(cache) for cache in caches), default=0)
+
+
+def _exact(cache: Any) -> int:
+    if not cache.is_trimmable():
+        return 0
+    own = getattr(cache, "exact_trim", None)
+    return _reach(cache) if own is None else int(own)
 
 
 def _seen(cache: Any) -> int:

@@ -31,7 +31,13 @@ from veloxquant.safefile import write_file
 from veloxquant.state import STATE_FORMAT
 from veloxquant.state import rebuild
 
-__all__ = ["describe_prompt_cache", "load_prompt_cache", "register_with_mlx_lm", "save_prompt_cache"]
+__all__ = [
+    "describe_prompt_cache",
+    "load_prompt_cache",
+    "pack_prompt_cache",
+    "register_with_mlx_lm",
+    "save_prompt_cache",
+]
 
 
 def save_prompt_cache(
@@ -48,6 +54,25 @@ def save_prompt_cache(
         VeloxQuantError: No layer is compressed, a batch is given, ``metadata`` holds something other than texts, or
             the file cannot be written.
     """
+    write_file(path, *pack_prompt_cache(caches, metadata))
+
+
+def pack_prompt_cache(
+    caches: Sequence[Any], metadata: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    """Take apart what ``save_prompt_cache`` writes, for those who write it elsewhere or later.
+
+    Args:
+        caches: As for ``save_prompt_cache``.
+        metadata: Texts to keep with them.
+
+    Returns:
+        The description and the arrays for ``safefile.write_file``. Arrays are lazy: MLX computes them on the thread
+        that asked for them only, so evaluate them before another thread writes.
+
+    Raises:
+        VeloxQuantError: No layer is compressed, a batch is given, or ``metadata`` holds something other than texts.
+    """
     for key, value in (metadata or {}).items():
         if not (isinstance(key, str) and isinstance(value, str)):
             raise VeloxQuantError(f"metadata maps texts to texts; {key!r}: {value!r} is not that")
@@ -57,7 +82,7 @@ def save_prompt_cache(
         raise VeloxQuantError("no layer is compressed; save plain caches with mlx_lm.models.cache.save_prompt_cache")
     arrays: dict[str, mx.array] = {}
     layers = [_pack_layer(index, cache, arrays) for index, cache in enumerate(caches)]
-    write_file(path, {"metadata": dict(metadata or {}), "layers": layers}, arrays)
+    return {"metadata": dict(metadata or {}), "layers": layers}, arrays
 
 
 def load_prompt_cache(

@@ -19,6 +19,7 @@ from veloxquant.cli import generate
 from veloxquant.cli import info
 from veloxquant.cli import list as list_command
 from veloxquant.cli import new
+from veloxquant.cli import serve
 from veloxquant.cli import show
 from veloxquant.cli.output import help_style
 from veloxquant.cli.output import say_error
@@ -46,6 +47,7 @@ app.command("doctor")(doctor.doctor)
 app.command("check")(check.check)
 app.command("calibrate", context_settings=calibrate.PASS_ON)(calibrate.calibrate)
 app.command("generate")(generate.generate)
+app.command("serve", context_settings=serve.PASS_ON)(serve.serve)
 app.command("show")(show.show)
 app.command("new")(new.new)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from veloxquant.cli.generation import Generation
     from veloxquant.timing import HookTime
 
-__all__ = ["generate"]
+__all__ = ["checked_config", "generate"]
 
 _Number = TypeVar("_Number", int, int | None)
 
@@ -94,7 +94,7 @@ def generate(
         request = _Request(
             model=model,
             method=method,
-            config=_checked_config(method, settings or [], proxy),
+            config=checked_config(method, settings or [], proxy),
             proxy=proxy,
             prompt=read_prompt(prompt, prompt_file, sample_tokens),
             sample_tokens=_positive("--sample-tokens", sample_tokens),
@@ -119,8 +119,20 @@ def _positive(option: str, value: _Number) -> _Number:
     return value
 
 
-def _checked_config(method: str, settings: list[str], proxy: bool) -> Any:
-    """Everything that can be wrong with the method and its options, before a model is loaded."""
+def checked_config(method: str, settings: list[str], proxy: bool) -> Any:
+    """Check everything that can be wrong with the method and its options, before a model is loaded.
+
+    Args:
+        method: Name of the method.
+        settings: Its options as ``key=value`` texts.
+        proxy: Whether it is to run without true queries.
+
+    Returns:
+        The config.
+
+    Raises:
+        VeloxQuantError: The method or an option cannot be used.
+    """
     from veloxquant.build import complete_layer
     from veloxquant.config import parse_config
     from veloxquant.errors import ConfigError

@@ -90,11 +90,27 @@ def load_sample_model(
     if dtype not in _DTYPES:
         raise SampleModelError(f"The dtype of the sample model must be one of {', '.join(_DTYPES)}, not {dtype!r}.")
     model, tokenizer = mlx_lm.load(str(sample_model_path()))[:2]
+    return convert_sample_model(model, dtype, dense), tokenizer
+
+
+def convert_sample_model(
+    model: "Module", dtype: Literal["float32", "float16", "bfloat16"] = "float32", dense: bool = True
+) -> "Module":
+    """Give the sample model, as its folder holds it, the weights that the project measures with.
+
+    Args:
+        model (Module): What `mlx_lm.load` made of the folder.
+        dtype (str): As for `load_sample_model`.
+        dense (bool): As for `load_sample_model`.
+
+    Returns:
+        Module: The model; the one given must not be used any more.
+    """
     if dense:
         model = dequantize_model(model)
     model.set_dtype(_DTYPES[dtype])
-    mx.eval(model.parameters())
-    return model, tokenizer
+    mx.eval(model.parameters())  # type: ignore[no-untyped-call]
+    return model
 
 
 @cache
