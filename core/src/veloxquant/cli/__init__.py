@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from veloxquant.cli import bench
 from veloxquant.cli import calibrate
 from veloxquant.cli import check
 from veloxquant.cli import doctor
@@ -46,6 +47,7 @@ app.command("calibrate", context_settings=calibrate.PASS_ON)(calibrate.calibrate
 app.command("generate")(generate.generate)
 app.command("show")(show.show)
 app.command("new")(new.new)
+app.add_typer(bench.app, name="bench")
 
 
 def _show_version(wanted: bool) -> None:
@@ -65,10 +67,16 @@ def _options(
 
 def _refuse_unknown_command(words: Sequence[str]) -> None:
     # Old versions of typer make no suggestion.
-    known = [command.name or "" for command in app.registered_commands]
+    known = [command.name or "" for command in (*app.registered_commands, *app.registered_groups)]
+    _refuse_unknown(words, known, "command")
+    if words and words[0] == "bench":
+        _refuse_unknown(words[1:], [command.name or "" for command in bench.app.registered_commands], "benchmark")
+
+
+def _refuse_unknown(words: Sequence[str], known: list[str], kind: str) -> None:
     if words and not words[0].startswith("-") and words[0] not in known:
         raise VeloxQuantError(
-            f"there is no command '{words[0]}'{suggest(words[0], known)} (commands: {', '.join(known)})"
+            f"there is no {kind} '{words[0]}'{suggest(words[0], known)} ({kind}s: {', '.join(known)})"
         )
 
 
