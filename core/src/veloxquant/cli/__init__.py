@@ -67,7 +67,8 @@ def _options(
 
 def _refuse_unknown_command(words: Sequence[str]) -> None:
     # Old versions of typer make no suggestion.
-    known = [command.name or "" for command in (*app.registered_commands, *app.registered_groups)]
+    known = [command.name or "" for command in app.registered_commands]
+    known += [group.name or "" for group in app.registered_groups if isinstance(group.name, str)]
     _refuse_unknown(words, known, "command")
     if words and words[0] == "bench":
         _refuse_unknown(words[1:], [command.name or "" for command in bench.app.registered_commands], "benchmark")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from veloxquant.cli import bench_quality
+
 __all__ = ["app"]
 
 app = typer.Typer(
@@ -13,6 +15,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     no_args_is_help=True,
 )
+
+
+app.command("quality")(bench_quality.quality)
 
 
 @app.callback()

@@ -26,7 +26,17 @@ if TYPE_CHECKING:
     from veloxquant.cli.generation import Generation
     from veloxquant.timing import HookTime
 
-__all__ = ["loading", "prefill_bar", "show_agreement", "show_heading", "show_profile", "show_table", "write_text"]
+__all__ = [
+    "animated",
+    "loading",
+    "prefill_bar",
+    "show_agreement",
+    "show_heading",
+    "show_profile",
+    "show_rows",
+    "show_table",
+    "write_text",
+]
 
 _LEGEND = (
     "seen: prompt and generated tokens, and one that mlx-lm computes ahead. kept: rows per KV head. held: bytes of the "
@@ -43,7 +53,8 @@ _PROFILE_LEGEND = (
 )
 
 
-def _animated() -> bool:
+def animated() -> bool:
+    """Whether stderr is a terminal on which bars can move."""
     # Not rich's own guess, which FORCE_COLOR overrules: an animation in a log file helps nobody.
     return sys.stderr.isatty() and not open_stderr().is_dumb_terminal
 
@@ -52,7 +63,7 @@ def _animated() -> bool:
 def loading(model: str) -> Iterator[None]:
     """Say on stderr that a model is being loaded."""
     console, text = open_stderr(), f"loading the model {model}"
-    if _animated():
+    if animated():
         with console.status(text):
             yield
     else:
@@ -81,11 +92,11 @@ def prefill_bar(label: str) -> Iterator[Callable[[int, int], None]]:
         redirect_stdout=False,
         redirect_stderr=False,
     )
-    animated = _animated()
+    moving = animated()
     task = progress.add_task(f"{label}: prompt", total=None)
 
     def update(done: int, total: int) -> None:
-        if not animated:
+        if not moving:
             if done == 0:
                 print(f"{label}: reading {total:,} prompt tokens", file=sys.stderr, flush=True)
             return
@@ -93,12 +104,12 @@ def prefill_bar(label: str) -> Iterator[Callable[[int, int], None]]:
         if done == total:  # the text that follows must not share the terminal with a live bar
             progress.stop()
 
-    if animated:
+    if moving:
         progress.start()
     try:
         yield update
     finally:
-        if animated:
+        if moving:
             progress.stop()
 
 
@@ -144,13 +155,20 @@ def show_table(runs: Sequence[Generation]) -> None:
         )
         for index, run in enumerate(runs)
     ]
-    _show_rows(columns, rows, _LEGEND)
+    show_rows(columns, rows, _LEGEND)
 
 
-def _show_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], legend: str) -> None:
-    """A table, or one block a row where the terminal is too narrow for figures side by side."""
+def show_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], legend: str, narrow: int = _NARROW) -> None:
+    """A table, or one block a row where the terminal is too narrow for figures side by side.
+
+    Args:
+        columns: Headings.
+        rows: Their texts.
+        legend: What stands under the table.
+        narrow: Columns of text that the table needs.
+    """
     console = open_stdout()
-    if console.width >= _NARROW:
+    if console.width >= narrow:
         shown = table(*columns, right=True, caption=legend)
         for row in rows:
             shown.add_row(*row)
@@ -181,7 +199,7 @@ def show_profile(rows: Sequence[HookTime]) -> None:
     for row in total_by_hook(rows):
         times = (f"{1000 * seconds:.{digits}f}" for seconds, digits in ((row.total, 1), (row.mean, 3), (row.worst, 3)))
         shown.append((row.hook, f"{row.calls}", *times, "-" if row.layer is None else f"{row.layer}"))
-    _show_rows(columns, shown, _PROFILE_LEGEND)
+    show_rows(columns, shown, _PROFILE_LEGEND)
 
 
 def _scaled(counts: Sequence[int | None]) -> tuple[list[str], str]:
