@@ -38,7 +38,9 @@ class Result:
         method: Name of the method, or what serves in its place (``plain``, ``QuantizedKVCache`` and so on).
         role: ``method``, ``reference`` or ``peer``.
         config: All options, as plain values.
-        figures: What was measured, as plain values.
+        figures: What was measured, as plain values. Pictures are drawn from ``mean_kl`` and ``after_prompt`` of
+            ``quality``, from ``length`` and ``seconds`` (the median of a step) of ``speed``, and from ``length`` and
+            ``bytes_held`` of ``memory``.
     """
 
     kind: str = attrs.field(validator=attrs.validators.in_(KINDS))

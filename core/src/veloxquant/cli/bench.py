@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from veloxquant.cli import bench_plot
 from veloxquant.cli import bench_quality
 
 __all__ = ["app"]
@@ -18,6 +19,7 @@ app = typer.Typer(
 
 
 app.command("quality")(bench_quality.quality)
+app.command("plot")(bench_plot.plot)
 
 
 @app.callback()

@@ -69,7 +69,7 @@ def quality(
     """Measure what compression costs: divergence from the plain cache, perplexity, passkeys found, bytes held."""
     from veloxquant.bench.quality_run import QualityPlan
 
-    arguments = {
+    arguments: dict[str, Any] = {
         "start": positive("--start", start, 0),
         "prompt_tokens": positive("--prompt-tokens", prompt_tokens, 2),
         "tokens": positive("--tokens", tokens, 0),

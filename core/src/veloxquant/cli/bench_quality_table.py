@@ -92,7 +92,7 @@ def _quality_rows(
         "perplexity",
         "passkeys",
     )
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for result in results:
         figures = result.figures
         low, high = figures["mean_kl_interval"]
