@@ -107,7 +107,7 @@ def _quality(run: Run, results: Sequence[Result], looks: Looks) -> Any:
         f"{asked.get('tokens')} tokens after a prompt of {asked.get('prompt_tokens')}"
     )
     figure, axes = new_figure(title, _note(run))
-    points = []
+    points, marks = [], []
     for result in drawn:
         look = looks.of(result.method, result.role)
         share, kl, low, high = _place(result)
@@ -116,14 +116,15 @@ def _quality(run: Run, results: Sequence[Result], looks: Looks) -> Any:
             markerfacecolor="white" if look.dashed else look.colour, elinewidth=1.1, capsize=2.5, zorder=3,
         )  # fmt: skip
         points.append((share, kl, result.arm, look.colour))
-    _beside(axes, drawn, results)
+        marks.append((share, low, high))
+    marks += _beside(axes, drawn, results)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlim(left=0, right=max(1.0, *(point[0] for point in points)) * 1.12)
     axes.set_xlabel("bytes held right after the prompt, as a share of plain rows")
     axes.set_ylabel("mean KL to the plain cache, nats (lower is better)")
     axes.axvline(1.0, color=GREY, linewidth=0.9, linestyle=(0, (2, 3)))
-    place_labels(figure, axes, points)
+    place_labels(figure, axes, points, marks)
     return figure
 
 
@@ -135,8 +136,9 @@ def _place(result: Result) -> tuple[float, float, float, float]:
     return figures["after_prompt"]["share"], kl, min(kl, max(low, _LEAST_KL)), max(kl, high)
 
 
-def _beside(axes: Any, drawn: Sequence[Result], results: Sequence[Result]) -> None:
-    """References that belong to one arm stand above and below it, joined to it by a thin line."""
+def _beside(axes: Any, drawn: Sequence[Result], results: Sequence[Result]) -> list[tuple[float, float, float]]:
+    """References that belong to one arm stand above and below it, joined to it by a thin line; returns their marks."""
+    marks = []
     signs = {RECENT: ("o", "first and newest rows, at the same bytes"), TOP: ("_", "best choice of as many rows read")}
     shown: set[str] = set()
     for arm in drawn:
@@ -152,8 +154,10 @@ def _beside(axes: Any, drawn: Sequence[Result], results: Sequence[Result]) -> No
                 label=None if result.method in shown else label, zorder=2, markeredgewidth=1.4,
             )  # fmt: skip
             shown.add(result.method)
+            marks.append((share, other, other))
     if shown:
         axes.legend(loc="upper right", facecolor="white", edgecolor="none", fontsize=9, labelcolor=GREY)
+    return marks
 
 
 # ------------------------------------------------------------ against length

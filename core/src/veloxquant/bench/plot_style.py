@@ -103,17 +103,23 @@ def new_figure(title: str, note: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def place_labels(figure: Any, axes: Any, points: Sequence[tuple[float, float, str, str]]) -> None:
+def place_labels(
+    figure: Any,
+    axes: Any,
+    points: Sequence[tuple[float, float, str, str]],
+    marks: Sequence[tuple[float, float, float]] = (),
+) -> None:
     """Write a label beside each point, where it covers neither another label nor a point.
 
     Args:
         figure: The figure, with all else drawn.
         axes: Its axes.
         points: x, y, text and colour.
+        marks: What labels should not cover: x, and the y between which it lies.
     """
     figure.draw_without_rendering()
     renderer = figure._get_renderer()
-    taken = [_box(*axes.transData.transform((x, y)), 5) for x, y, _, _ in points]
+    taken = [_box(axes, x, y, y) for x, y, _, _ in points] + [_box(axes, *mark) for mark in marks]
     frame = axes.get_window_extent(renderer)
     for x, y, text, colour in points:
         best: tuple[float, Any, Any] | None = None
@@ -128,6 +134,7 @@ def place_labels(figure: Any, axes: Any, points: Sequence[tuple[float, float, st
                 fontsize=9,
                 color=colour,
                 bbox=_PATCH,
+                zorder=1.5,
             )
             box = label.get_window_extent(renderer)
             cost = sum(_overlap(box, other) for other in taken) + 3 * _outside(box, frame) + 0.1 * abs(dy)
@@ -182,9 +189,11 @@ def spread_labels(figure: Any, axes: Any, points: Sequence[tuple[float, float, s
         )
 
 
-def _box(x: float, y: float, reach: float) -> Any:
+def _box(axes: Any, x: float, low: float, high: float, reach: float = 5) -> Any:
+    """A box around a mark, in pixels."""
     transforms = importlib.import_module("matplotlib.transforms")
-    return transforms.Bbox.from_extents(x - reach, y - reach, x + reach, y + reach)
+    (left, bottom), (right, top) = axes.transData.transform([(x, low), (x, high)])
+    return transforms.Bbox.from_extents(left - reach, bottom - reach, right + reach, top + reach)
 
 
 def _overlap(one: Any, other: Any) -> float:
