@@ -51,6 +51,7 @@ class QualityPlan:
         needle_depths: Depths of the passkeys, as shares.
         step: Prompt tokens of a chunk.
         seed: Seed of the passkeys.
+        references: Measure the references too; without them the plain cache alone stands beside the arms.
     """
 
     prompt_tokens: int = 1024
@@ -59,6 +60,7 @@ class QualityPlan:
     needle_depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
     step: int = 2048
     seed: int = 0
+    references: bool = True
 
 
 def check_text(plan: QualityPlan, text: Sequence[int]) -> None:
@@ -126,7 +128,7 @@ class _Continuation:
             self.prompt = read_prompt(self.model, self.prompt_tokens, step=self.plan.step, advance=advance)
         self.full = full_layers(self.prompt.plain)
         self._one(plain_arm())
-        for arm in quantized_arms(self.prompt.plain):
+        for arm in quantized_arms(self.prompt.plain) if self.plan.references else ():
             self._one(arm)
         for arm in arms:
             for beside in self._one(arm):
@@ -151,7 +153,7 @@ class _Continuation:
         if beside is not None:
             figures["beside"] = beside.name
         self.writer.add(Result(kind="quality", figures=figures, **arm.describe()))
-        if arm.role == "reference":
+        if arm.role == "reference" or not self.plan.references:
             return []
         recent = recent_beside(
             arm, self.prompt.plain, found.full_after_prompt, found.full_at_end, tokens=self.plan.tokens
@@ -175,14 +177,15 @@ class _Needle:
         track: Track,
     ) -> None:
         self.model, self.tokenizer, self.passkey = model, tokenizer, passkey
-        self.writer, self.track, self.step = writer, track, plan.step
+        self.writer, self.track, self.step, self.references = writer, track, plan.step, plan.references
 
     def measure(self, arms: Sequence[Arm]) -> None:
         """The same arms as for the tokens after a prompt, in the same order."""
         with self.track("plain: prompt", len(self.passkey.prompt) - 1) as advance:
             self.prompt = read_prompt(self.model, self.passkey.prompt, step=self.step, advance=advance)
         self.full = full_layers(self.prompt.plain)
-        for arm in (plain_arm(), *quantized_arms(self.prompt.plain)):
+        self._one(plain_arm())
+        for arm in quantized_arms(self.prompt.plain) if self.references else ():
             self._one(arm)
         for arm in arms:
             for beside in self._one(arm):
@@ -208,7 +211,7 @@ class _Needle:
         if beside is not None:
             figures["beside"] = beside.name
         self.writer.add(Result(kind="needle", figures=figures, **arm.describe()))
-        if arm.role == "reference":
+        if arm.role == "reference" or not self.references:
             return []
         top = top_beside(arm, rows_read, length) if _routable(self.model) else None
         return [one for one in (recent_beside(arm, self.prompt.plain, count), top) if one is not None]
