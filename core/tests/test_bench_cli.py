@@ -68,7 +68,7 @@ def test_tables(run):
     assert code == 0, err
     rows = [line.split() for line in out.splitlines()]
     assert ["plain", "4.267"] in [row[:2] for row in rows]
-    names = ["coarse", "newest rows, bytes of coarse", "tiny", "exact top rows, reads of tiny"]
+    names = ["coarse", "newest rows, same bytes", "tiny", "exact top rows, same reads"]
     assert all(any(line.strip().startswith(name) for line in out.splitlines()) for name in names)
     assert "beats newest" in out
     assert "does not beat" in out

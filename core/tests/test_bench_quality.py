@@ -28,6 +28,7 @@ from veloxquant.bench.records import new_run
 from veloxquant.bench.records import read_runs
 from veloxquant.bench.spread import mean_difference
 from veloxquant.bench.spread import mean_interval
+from veloxquant.bench.verdicts import sentences
 from veloxquant.bench.verdicts import verdicts
 from veloxquant.testing.toys import tiny_llama
 from veloxquant.testing.toys import tiny_unroutable
@@ -311,12 +312,11 @@ def test_verdicts(kl, held, outcomes):
     found = judged(kl, held)
     assert {name: verdict.outcome for name, verdict in found.items()} == outcomes
     for name, verdict in found.items():
-        said = verdict.sentence()
-        assert (said is None) == (verdict.outcome in ("beats", "smaller") or name == "top")
-        if said and verdict.outcome == "loses":
-            assert "mine does not beat" in said
+        assert verdict.told == (verdict.outcome in ("level", "loses") and name != "top")
 
 
 def test_an_arm_that_does_not_beat_the_simplest_evictor_says_so():
-    said = judged(0.9, 16)["recent"].sentence()
-    assert said.startswith("mine does not beat recent, which holds 1.00 times its bytes: mean KL 0.9000 against 0.5000")
+    [said] = sentences(judged(0.9, 16).values())
+    assert said.startswith("mine does not beat the newest rows at 1.00 x its bytes (mean KL 0.9000 against 0.5000)")
+    assert "; does not beat Q8 at 1.75 x its bytes" in said
+    assert sentences(judged(0.001, 16).values()) == []

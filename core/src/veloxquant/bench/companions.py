@@ -57,9 +57,10 @@ def recent_beside(
         The evictor, or None when the arm holds no fewer bytes than plain rows.
     """
     row = _row_bytes(plain)
-    if not row or (after_prompt.plain and after_prompt.total >= after_prompt.plain):
+    seen = max((plain[index].offset for index in full_layers(plain)), default=0)
+    rows = max(SINKS + 1, round(after_prompt.total / row)) if row else seen
+    if rows >= seen:
         return None
-    rows = max(SINKS + 1, round(after_prompt.total / row))
     growth = 1.0
     if at_end is not None and tokens:
         growth = min(1.0, max(0.0, (at_end.total - after_prompt.total) / row / tokens))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import attrs
-import mlx.core as mx
+from mlx_lm.models.cache import KVCache
 
 from veloxquant.cache import LayerCache
 from veloxquant.reports import report
@@ -92,7 +92,10 @@ def _one(cache: Any) -> Held:
 
 
 def _foreign(cache: Any) -> Held:
-    """A cache of another library: arrays under ``keys`` and ``values``, and whatever else it can reach."""
+    """A cache of mlx-lm or another library: arrays under ``keys`` and ``values``, and whatever else it can reach.
+
+    Codes that stand under other names count as auxiliary.
+    """
     keys, values = (_bytes(getattr(cache, name, None)) for name in ("keys", "values"))
     everything = sum(array.nbytes for array in arrays_within(cache))
     offset = getattr(cache, "offset", 0)
@@ -111,8 +114,8 @@ def _bytes(tree: Any) -> int:
 
 
 def _plain(cache: Any, seen: int) -> int:
-    """Bytes of the rows seen, where the cache holds them as they came."""
-    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
-    if isinstance(keys, mx.array) and isinstance(values, mx.array) and keys.ndim == 4 and seen <= keys.shape[2]:
-        return (keys.nbytes + values.nbytes) * seen // max(1, keys.shape[2])
-    return 0
+    """Bytes of the rows seen, where mlx-lm's plain cache holds them as they came; other libraries do not show them."""
+    if type(cache) is not KVCache or not seen:
+        return 0
+    keys, values = cache.keys, cache.values
+    return int((keys.nbytes + values.nbytes) * seen // keys.shape[2])

@@ -61,7 +61,9 @@ class Recorded:
     @property
     def plan(self) -> QualityPlan:
         """What to measure; references are left out, they do not change."""
-        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in self.task.items()}
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in self.task.items()
+        }
         fields.pop("start", None)
         return QualityPlan(**fields, references=False)
 

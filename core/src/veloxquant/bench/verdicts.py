@@ -12,7 +12,7 @@ from veloxquant.bench.companions import TOP
 from veloxquant.bench.records import Result
 from veloxquant.bench.spread import mean_difference
 
-__all__ = ["Verdict", "bytes_of", "verdicts"]
+__all__ = ["Verdict", "bytes_of", "sentences", "verdicts"]
 
 SAME = 1.02
 """Bytes up to this factor count as the same."""
@@ -49,16 +49,31 @@ class Verdict:
         """Plain values for JSON."""
         return attrs.asdict(self)
 
-    def sentence(self) -> str | None:
-        """What the table must say in words: nothing where the arm beats the reference, or is no rival of it."""
-        if self.outcome in ("beats", "smaller") or self.kind == TOP:
-            return None
-        word = "does not beat" if self.outcome == "loses" else "is not told apart from"
-        low, high = self.interval
-        return (
-            f"{self.arm} {word} {self.reference}, which holds {self.bytes_ratio:.2f} times its bytes: mean KL "
-            f"{self.arm_kl:.4f} against {self.reference_kl:.4f}, difference {low:+.4f} to {high:+.4f}"
-        )
+    @property
+    def told(self) -> bool:
+        """Whether it must be said in words: the arm neither beats the reference nor is too unlike it to compare."""
+        return self.outcome in ("level", "loses") and self.kind != TOP
+
+
+def sentences(found: Iterable[Verdict]) -> list[str]:
+    """What must be said in words: which arms do not beat which references.
+
+    Args:
+        found: What ``verdicts`` gave.
+
+    Returns:
+        One sentence for each arm that does not beat all of them.
+    """
+    words = {"loses": "does not beat", "level": "is not told apart from"}
+    clauses: dict[str, list[str]] = {}
+    for verdict in found:
+        if verdict.told:
+            name = "the newest rows" if verdict.kind == RECENT else verdict.reference
+            clauses.setdefault(verdict.arm, []).append(
+                f"{words[verdict.outcome]} {name} at {verdict.bytes_ratio:.2f} x its bytes (mean KL "
+                f"{verdict.arm_kl:.4f} against {verdict.reference_kl:.4f})"
+            )
+    return [f"{arm} {'; '.join(parts)}" for arm, parts in clauses.items()]
 
 
 def bytes_of(result: Result) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from veloxquant.bench.companions import RECENT
 from veloxquant.bench.companions import TOP
 from veloxquant.bench.verdicts import Verdict
+from veloxquant.bench.verdicts import sentences
 from veloxquant.bench.verdicts import verdicts
 from veloxquant.cli.display import show_rows
 from veloxquant.cli.output import open_stdout
@@ -25,7 +26,7 @@ _QUALITY_LEGEND = (
     "KL: divergence of the plain cache's predictions from the arm's, in nats, with the 95 % interval of its mean over "
     "tokens. held: bytes of the caches' arrays as a share of the plain rows, right after the prompt and at the end; "
     "other: what is neither keys nor values, at the end. newest rows: the simplest evictor, at the arm's bytes. exact "
-    "top rows: the best choice of as many rows as the arm reads."
+    "top rows: the best choice of as many rows as the arm reads at a step."
 )
 
 _VERDICT_LEGEND = (
@@ -48,15 +49,15 @@ def show_quality(run: Run, skipped: Sequence[Skipped] = ()) -> None:
     show_run_heading(run)
     results = run.of_kind("quality")
     if results:
-        show_rows(*_quality_rows(results, run.of_kind("needle")), _QUALITY_LEGEND, narrow=96)
+        _show(*_quality_rows(results, run.of_kind("needle")), _QUALITY_LEGEND)
     found = verdicts(results)
     if found:
-        show_rows(*_verdict_rows(found), _VERDICT_LEGEND)
-        for sentence in filter(None, (verdict.sentence() for verdict in found)):
+        _show(*_verdict_rows(found), _VERDICT_LEGEND)
+        for sentence in sentences(found):
             console.print(f"- {printable(sentence)}", soft_wrap=True)
     needles = run.of_kind("needle")
     if needles:
-        show_rows(*_needle_rows(needles), "passkeys found (+) or not (.), by length and depth.")
+        _show(*_needle_rows(needles), "passkeys found (+) or not (.), by length and depth.")
     if not results and not needles:
         console.print("nothing was measured")
     for one in skipped:
@@ -75,6 +76,13 @@ def show_run_heading(run: Run) -> None:
         f"{here['machine']['cpu']}",
         soft_wrap=True,
     )
+
+
+def _show(columns: Sequence[str], rows: Sequence[Sequence[str]], legend: str) -> None:
+    """A table, or blocks where the terminal is narrower than its columns: figures must not be cut."""
+    cells = [columns, *rows]
+    widths = [max(len(line) for row in cells for line in row[place].split("\n")) for place in range(len(columns))]
+    show_rows(columns, rows, legend, narrow=sum(widths) + 2 * len(widths))
 
 
 def _quality_rows(
@@ -115,8 +123,11 @@ def _quality_rows(
     return columns, rows
 
 
+_BESIDE = {RECENT: "  newest rows, same bytes", TOP: "  exact top rows, same reads"}
+
+
 def _name(result: Result) -> str:
-    return f"  {result.arm}" if "beside" in result.figures else result.arm
+    return _BESIDE[result.method] if "beside" in result.figures else result.arm
 
 
 def _share(value: float | None) -> str:
@@ -152,14 +163,15 @@ def _needle_rows(needles: Sequence[Result]) -> tuple[tuple[str, ...], list[tuple
     }
     columns = ("passkeys", *(f"{length:,}\n{_depths(places[length])}" for length in lengths))
     rows = []
-    for arm in dict.fromkeys(needle.arm for needle in needles):
+    arms = {needle.arm: needle for needle in needles}
+    for arm, one in arms.items():
         hits: dict[Any, bool] = {
             (needle.figures["length"], needle.figures["depth"]): needle.figures["found"]
             for needle in needles
             if needle.arm == arm
         }
         marks = ("".join(_mark(hits.get((length, depth))) for depth in places[length]) for length in lengths)
-        rows.append((arm, *marks))
+        rows.append((_name(one), *marks))
     return columns, rows
 
 
