@@ -104,6 +104,20 @@ def test_arms_that_were_never_recorded_fail(file, load, capsys):
     assert "rough was never recorded" in capsys.readouterr().out
 
 
+def test_some_arms_can_be_chosen(file, load, capsys):
+    content = json.loads(file.read_text())
+    for arm in content["arms"].values():
+        arm["figures"]["mean_kl"] = 0.0
+    file.write_text(json.dumps(content))
+    assert main([str(file), "--only", "rough", "--record"], load) == 0
+    now = json.loads(file.read_text())["arms"]
+    assert now["rough"]["figures"]["mean_kl"] > 0
+    assert now["fine"]["figures"]["mean_kl"] == 0
+    assert main([str(file), "--only", "rough"], load) == 0
+    assert main([str(file), "--only", "smooth"], load) == 2
+    assert "no arm's name contains 'smooth' (arms: fine, rough)" in capsys.readouterr().err
+
+
 def run_of(kl=0.01, top1=0.95, share=0.25, found=3):
     count = {"share": share}
     figures = {"mean_kl": kl, "p95_kl": kl, "top1_agreement": top1, "perplexity": 9.0, "after_prompt": count}

@@ -117,5 +117,6 @@ def _plain(cache: Any, seen: int) -> int:
     """Bytes of the rows seen, where mlx-lm's plain cache holds them as they came; other libraries do not show them."""
     if type(cache) is not KVCache or not seen:
         return 0
-    keys, values = cache.keys, cache.values
+    keys: Any = cache.keys
+    values: Any = cache.values
     return int((keys.nbytes + values.nbytes) * seen // keys.shape[2])

@@ -170,14 +170,17 @@ def main(words: Sequence[str] | None = None, load: Callable[[], tuple[Any, Any]]
     parser = argparse.ArgumentParser(prog="python -m veloxquant.bench.recorded", description=__doc__)
     parser.add_argument("file", help="JSON file of arms and recorded figures")
     parser.add_argument("--record", action="store_true", help="write the figures of this run into the file")
+    parser.add_argument("--only", metavar="WORD", help="only the arms whose names contain this word")
     parser.add_argument("--output", help="add the run to this file, line by line (JSON Lines)")
     options = parser.parse_args(words)
     try:
-        recorded = read_recorded(options.file)
+        whole = read_recorded(options.file)
+        recorded = _chosen(whole, options.only)
         run = _measured(recorded, options.output, load)
         print(_table(recorded, rows(run)))
         if options.record:
-            text = json.dumps(attrs.asdict(record(recorded, run)), indent=2)
+            new = record(recorded, run)
+            text = json.dumps(attrs.asdict(attrs.evolve(new, arms={**whole.arms, **new.arms})), indent=2)
             Path(options.file).write_text(text + "\n", encoding="utf-8")
             print(f"recorded in {options.file}")
             return 0
@@ -190,6 +193,13 @@ def main(words: Sequence[str] | None = None, load: Callable[[], tuple[Any, Any]]
     if not said:
         print("no method has fallen behind")
     return 1 if said else 0
+
+
+def _chosen(recorded: Recorded, word: str | None) -> Recorded:
+    arms = {name: arm for name, arm in recorded.arms.items() if word is None or word in name}
+    if not arms:
+        raise VeloxQuantError(f"no arm's name contains '{word}' (arms: {', '.join(recorded.arms)})")
+    return attrs.evolve(recorded, arms=arms)
 
 
 def _measured(recorded: Recorded, output: str | None, load: Callable[[], tuple[Any, Any]] | None) -> Run:
