@@ -23,6 +23,7 @@ from veloxquant.bench.companions import quantized_arms
 from veloxquant.bench.companions import recent_beside
 from veloxquant.bench.companions import top_beside
 from veloxquant.bench.evaluation import Evaluation
+from veloxquant.bench.evaluation import Prompt
 from veloxquant.bench.evaluation import begin
 from veloxquant.bench.evaluation import evaluate
 from veloxquant.bench.evaluation import read_prompt
@@ -32,6 +33,7 @@ from veloxquant.bench.passkey import answer
 from veloxquant.bench.passkey import passkey_at
 from veloxquant.bench.records import Result
 from veloxquant.bench.records import Writer
+from veloxquant.build import native_caches
 from veloxquant.errors import VeloxQuantError
 
 __all__ = ["QualityPlan", "Track", "check_text", "measure_quality"]
@@ -51,7 +53,8 @@ class QualityPlan:
         needle_depths: Depths of the passkeys, as shares.
         step: Prompt tokens of a chunk.
         seed: Seed of the passkeys.
-        references: Measure the references too; without them the plain cache alone stands beside the arms.
+        references: Measure the references too. Without them the plain cache alone stands beside the arms, and looks for
+            no passkeys.
     """
 
     prompt_tokens: int = 1024
@@ -178,15 +181,17 @@ class _Needle:
     ) -> None:
         self.model, self.tokenizer, self.passkey = model, tokenizer, passkey
         self.writer, self.track, self.step, self.references = writer, track, plan.step, plan.references
+        self.full = full_layers(native_caches(model))
 
     def measure(self, arms: Sequence[Arm]) -> None:
         """The same arms as for the tokens after a prompt, in the same order."""
-        with self.track("plain: prompt", len(self.passkey.prompt) - 1) as advance:
-            self.prompt = read_prompt(self.model, self.passkey.prompt, step=self.step, advance=advance)
-        self.full = full_layers(self.prompt.plain)
-        self._one(plain_arm())
-        for arm in quantized_arms(self.prompt.plain) if self.references else ():
-            self._one(arm)
+        if self.references:
+            with self.track("plain: prompt", len(self.passkey.prompt) - 1) as advance:
+                self.prompt = read_prompt(self.model, self.passkey.prompt, step=self.step, advance=advance)
+            for arm in (plain_arm(), *quantized_arms(self.prompt.plain)):
+                self._one(arm)
+        else:
+            self.prompt = Prompt(self.passkey.prompt, [], self.step)
         for arm in arms:
             for beside in self._one(arm):
                 self._one(beside, arm)

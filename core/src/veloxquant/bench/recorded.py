@@ -170,7 +170,7 @@ def main(words: Sequence[str] | None = None, load: Callable[[], tuple[Any, Any]]
     parser = argparse.ArgumentParser(prog="python -m veloxquant.bench.recorded", description=__doc__)
     parser.add_argument("file", help="JSON file of arms and recorded figures")
     parser.add_argument("--record", action="store_true", help="write the figures of this run into the file")
-    parser.add_argument("--only", metavar="WORD", help="only the arms whose names contain this word")
+    parser.add_argument("--only", metavar="WORD", action="append", help="only arms with this in their names")
     parser.add_argument("--output", help="add the run to this file, line by line (JSON Lines)")
     options = parser.parse_args(words)
     try:
@@ -195,10 +195,10 @@ def main(words: Sequence[str] | None = None, load: Callable[[], tuple[Any, Any]]
     return 1 if said else 0
 
 
-def _chosen(recorded: Recorded, word: str | None) -> Recorded:
-    arms = {name: arm for name, arm in recorded.arms.items() if word is None or word in name}
+def _chosen(recorded: Recorded, words: Sequence[str] | None) -> Recorded:
+    arms = {name: arm for name, arm in recorded.arms.items() if not words or any(word in name for word in words)}
     if not arms:
-        raise VeloxQuantError(f"no arm's name contains '{word}' (arms: {', '.join(recorded.arms)})")
+        raise VeloxQuantError(f"no arm's name contains '{', '.join(words or ())}' (arms: {', '.join(recorded.arms)})")
     return attrs.evolve(recorded, arms=arms)
 
 
