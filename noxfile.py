@@ -27,6 +27,7 @@ PROJECTS = {folder: nox.project.load_toml(ROOT / folder / "pyproject.toml")["pro
 NAMES = {canonicalize_name(project["name"]): folder for folder, project in PROJECTS.items()}
 PLUGINS = [nox.param(folder, id=folder.removeprefix("plugins/")) for folder in FOLDERS if folder != "core"]
 
+RECORDED = "tests/recorded_quality.json"
 FAST = "not slow"
 SLOW = "slow and not distributed and not docs"
 DISTRIBUTED = "distributed"
@@ -93,9 +94,32 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def quality(session: nox.Session) -> None:
-    """Run the slow tests, which measure what the methods cost on the sample model."""
+    """Measure a fixed set of arms on the sample model and compare with tests/recorded_quality.json.
+
+    It fails when a method has fallen behind; ``-- --record`` writes the figures of the run into the file.
+    """
+    _install(session, FOLDERS, group=None)
+    session.run("python", "-m", "veloxquant.bench.recorded", RECORDED, *session.posargs, env=_openblas(session))
+
+
+@nox.session(default=False)
+def slow(session: nox.Session) -> None:
+    """Run the slow tests, which measure on the sample model what the methods promise; they take an hour."""
     _install(session, FOLDERS, group="test")
     _test(session, SLOW, *(f"{folder}/tests" for folder in FOLDERS), "tests", env=_openblas(session))
+
+
+@nox.session(default=False)
+def peers(session: nox.Session) -> None:
+    """Measure quality and speed beside other libraries, which are installed here alone; posargs go to both."""
+    _install(session, FOLDERS, group=None)
+    # Without its dependencies, of which veloxquant brings most: it must not choose the versions.
+    session.install("--no-deps", *_group("peers"))
+    session.install(*_group("peers-need"))
+    env = _openblas(session)
+    session.run("veloxquant", "bench", "quality", "--peer", "veloxquant-mlx", *session.posargs, env=env)
+    if "speed" in session.run("veloxquant", "bench", "--help", silent=True):
+        session.run("veloxquant", "bench", "speed", "--peer", "veloxquant-mlx", *session.posargs)
 
 
 @nox.session(default=False)

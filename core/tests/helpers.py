@@ -3,7 +3,16 @@
 Loaded by conftest.py under the name ``core_test_helpers``.
 """
 
+import dataclasses
+
 import mlx.core as mx
+from mlx_lm.utils import save_config
+from mlx_lm.utils import save_model
+from tokenizers import Tokenizer
+from tokenizers import decoders
+from tokenizers import pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from veloxquant.routed import RoutedLayerCache
 
@@ -34,3 +43,15 @@ def facts(cache):
     """All that can be seen of a cache."""
     head, *arrays = cache.state
     return (cache.offset, cache.rows, cache.nbytes, cache.plain_nbytes, head, [array.tolist() for array in arrays])
+
+
+def save_byte_model(path, model, chat_template=None):
+    """Write a model folder with a tokenizer that has one token for each byte."""
+    save_model(path, model)
+    save_config(dataclasses.asdict(model.args), path / "config.json")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({letter: index for index, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=chat_template)
+    fast.save_pretrained(path)

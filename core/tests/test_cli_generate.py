@@ -1,6 +1,5 @@
 """``veloxquant generate`` on a tiny model whose files lie in a folder like any other."""
 
-import dataclasses
 import io
 import json
 import re
@@ -11,13 +10,7 @@ import attrs
 import mlx.core as mx
 import mlx_lm
 import pytest
-from mlx_lm.utils import save_config
-from mlx_lm.utils import save_model
-from tokenizers import Tokenizer
-from tokenizers import decoders
-from tokenizers import pre_tokenizers
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from core_test_helpers import save_byte_model
 
 from veloxquant import ConfigError
 from veloxquant import DenseRows
@@ -123,15 +116,7 @@ def _recent():
 def folder(tmp_path_factory):
     """A model folder: a random llama over bytes, with a chat template."""
     path = tmp_path_factory.mktemp("models") / "tiny"
-    model = tiny_llama(layers=LAYERS, vocab=260)
-    save_model(path, model)
-    save_config(dataclasses.asdict(model.args), path / "config.json")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE({letter: index for index, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=CHAT)
-    fast.save_pretrained(path)
+    save_byte_model(path, tiny_llama(layers=LAYERS, vocab=260), chat_template=CHAT)
     return path
 
 
@@ -413,7 +398,7 @@ def test_no_animation_where_stderr_is_no_terminal(run, monkeypatch):
 
 
 def test_the_bar_stops_when_the_prompt_is_done(monkeypatch, capsys):
-    monkeypatch.setattr(display, "_animated", lambda: True)
+    monkeypatch.setattr(display, "animated", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     with display.prefill_bar("recent") as update:
         update(0, 10)

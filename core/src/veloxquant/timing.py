@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from veloxquant.types import LayerSpec
     from veloxquant.types import Snapshot
 
-__all__ = ["HookTime", "TimingObserver", "total_by_hook"]
+__all__ = ["HookTime", "TimingObserver", "arrays_within", "total_by_hook"]
 
 _Wrapper = Generator[None, Any, Any]
 
@@ -173,7 +173,7 @@ class TimingObserver:
 
     def _compute(self, *items: Any) -> None:
         if self.synchronize:
-            mx.eval(_arrays(items))
+            mx.eval(arrays_within(items))
 
     def _record(self, hook: str, layer: LayerSpec | None, start: float) -> None:
         seconds = time.perf_counter() - start
@@ -204,8 +204,8 @@ def total_by_hook(rows: Iterable[HookTime]) -> list[HookTime]:
     return list(sums.values())
 
 
-def _arrays(item: Any) -> list[mx.array]:
-    """Every array that can be reached from a state or a result."""
+def arrays_within(item: Any) -> list[mx.array]:
+    """Every array that can be reached from a state, a result or a cache, each once."""
     found: list[mx.array] = []
     seen: dict[int, Any] = {}
     waiting = [item]

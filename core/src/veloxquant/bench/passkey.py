@@ -13,7 +13,7 @@ import mlx.core as mx
 from veloxquant.bench.quality import prefill
 from veloxquant.errors import VeloxQuantError
 
-__all__ = ["Passkey", "found", "passkeys"]
+__all__ = ["Passkey", "answer", "found", "passkey_at", "passkeys"]
 
 _HIDDEN = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
 _QUESTION = "\nWhat is the pass key? The pass key is"
@@ -52,20 +52,61 @@ def passkeys(tokenizer: Any, text: Sequence[int], *, length: int, count: int = 1
     """
     digits = random.Random(seed)
     keys = [f"{digits.randrange(10**5):05d}" for _ in range(count)]
-    return [_passkey(tokenizer, text, length, key, place, count) for place, key in enumerate(keys)]
+    parts = [text[place * (length // 2) :] for place in range(count)]
+    depths = [0.1 + 0.8 * place / max(1, count - 1) for place in range(count)]
+    try:
+        return [
+            passkey_at(tokenizer, part, length=length, depth=depth, key=key)
+            for part, depth, key in zip(parts, depths, keys, strict=True)
+        ]
+    except VeloxQuantError:
+        raise VeloxQuantError(
+            f"{count} prompts of {length} tokens need more text than the {len(text)} tokens given"
+        ) from None
 
 
-def _passkey(tokenizer: Any, text: Sequence[int], length: int, key: str, place: int, count: int) -> Passkey:
+def passkey_at(tokenizer: Any, text: Sequence[int], *, length: int, depth: float, key: str) -> Passkey:
+    """Hide a number in text.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        text: Tokens to hide it in; the first ones are taken.
+        length: Tokens of the whole prompt.
+        depth: Where to hide it, as a share of the text.
+        key: The number.
+
+    Raises:
+        VeloxQuantError: The text is too short, or the length leaves no room for the text.
+    """
     hidden = tokenizer.encode(_HIDDEN.format(key=key), add_special_tokens=False)
     question = tokenizer.encode(_QUESTION, add_special_tokens=False)
     room = length - len(hidden) - len(question)
-    start = place * (length // 2)
-    hay = list(text[start : start + room])
-    if room <= 0 or len(hay) < room:
-        raise VeloxQuantError(f"{count} prompts of {length} tokens need more text than the {len(text)} tokens given")
-    depth = 0.1 + 0.8 * place / max(1, count - 1)
+    hay = list(text[: max(0, room)])
+    if room <= 0:
+        raise VeloxQuantError(
+            f"a passkey prompt of {length} tokens has no room for text; use at least {length - room + 1}"
+        )
+    if len(hay) < room:
+        raise VeloxQuantError(f"a passkey prompt of {length} tokens needs more text than the {len(text)} tokens given")
     cut = int(depth * room)
     return Passkey(key, depth, (*hay[:cut], *hidden, *hay[cut:], *question))
+
+
+def answer(model: Any, tokenizer: Any, caches: list[Any], logits: mx.array, *, tokens: int = 8) -> str:
+    """Decode greedily.
+
+    Args:
+        model: An mlx-lm model.
+        tokenizer: Its tokenizer.
+        caches: Caches that have seen the prompt.
+        logits: Logits for the token after it ``[vocabulary]``.
+        tokens: Tokens to decode.
+    """
+    said = [cast(int, mx.argmax(logits).item())]
+    while len(said) < tokens:
+        logits = model(mx.array([said[-1:]]), cache=caches)[0, -1]
+        said.append(cast(int, mx.argmax(logits).item()))
+    return str(tokenizer.decode(said)).strip()
 
 
 def found(model: Any, tokenizer: Any, caches: list[Any], passkey: Passkey, *, step: int = 2048) -> bool:
@@ -79,8 +120,4 @@ def found(model: Any, tokenizer: Any, caches: list[Any], passkey: Passkey, *, st
         step: Prompt tokens per chunk.
     """
     logits = prefill(model, caches, passkey.prompt, step=step)
-    answer: list[int] = []
-    for _ in range(8):
-        answer.append(cast(int, mx.argmax(logits).item()))
-        logits = model(mx.array([answer[-1:]]), cache=caches)[0, -1]
-    return str(tokenizer.decode(answer)).strip().startswith(passkey.key)
+    return answer(model, tokenizer, caches, logits).startswith(passkey.key)

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from veloxquant.errors import VeloxQuantError
 
-__all__ = ["Quality", "compare", "continuation_logprobs", "prefill"]
+__all__ = ["Quality", "compare", "continuation_logprobs", "divergence", "log_softmax", "prefill", "prefill_step"]
 
 
 @attrs.frozen(kw_only=True)
@@ -37,6 +37,13 @@ class Quality:
     plain_perplexity: float
 
 
+def prefill_step(tokens: int, step: int) -> int:
+    """The step, or a little less where it would leave a chunk of one token, which ends a prompt too early."""
+    while step > 2 and tokens > step and tokens % step == 1:
+        step -= 1
+    return step
+
+
 def prefill(model: Any, caches: list[Any], prompt: Sequence[int], *, step: int = 2048) -> mx.array:
     """Feed a prompt as mlx-lm does: all but the last token in chunks, the last one alone.
 
@@ -55,6 +62,7 @@ def prefill(model: Any, caches: list[Any], prompt: Sequence[int], *, step: int =
     if not len(prompt):
         raise VeloxQuantError("the prompt is empty; give at least one token")
     tokens = mx.array(list(prompt))[None]
+    step = prefill_step(len(prompt) - 1, step)
     for start in range(0, len(prompt) - 1, step):
         model(tokens[:, start : min(start + step, len(prompt) - 1)], cache=caches)
         mx.eval([cache.state for cache in caches])
@@ -81,10 +89,10 @@ def continuation_logprobs(
     logits = prefill(model, caches, prompt, step=step)
     rows = []
     for token in continuation[:-1]:
-        rows.append(_log_softmax(logits))
+        rows.append(log_softmax(logits))
         mx.eval(rows[-1])
         logits = model(mx.array([[token]]), cache=caches)[0, -1]
-    rows.append(_log_softmax(logits))
+    rows.append(log_softmax(logits))
     return mx.stack(rows)
 
 
@@ -96,11 +104,11 @@ def compare(plain: mx.array, other: mx.array, continuation: Sequence[int]) -> Qu
         other: What it gave for the cache under test.
         continuation: The tokens predicted.
     """
-    divergence = (mx.exp(plain) * (plain - other)).sum(axis=-1)
-    ordered = mx.sort(divergence)
+    found = divergence(plain, other)
+    ordered = mx.sort(found)
     same = (mx.argmax(plain, axis=-1) == mx.argmax(other, axis=-1)).astype(mx.float32)
     return Quality(
-        mean_kl=_number(divergence.mean()),
+        mean_kl=_number(found.mean()),
         p95_kl=_number(ordered[int(0.95 * (len(continuation) - 1))]),
         top1_agreement=_number(same.mean()),
         perplexity=_perplexity(other, continuation),
@@ -108,7 +116,21 @@ def compare(plain: mx.array, other: mx.array, continuation: Sequence[int]) -> Qu
     )
 
 
-def _log_softmax(logits: mx.array) -> mx.array:
+def divergence(plain: mx.array, other: mx.array) -> mx.array:
+    """KL divergence of plain predictions from others, in nats.
+
+    Args:
+        plain: Log-probabilities ``[..., vocabulary]``.
+        other: The same shape.
+
+    Returns:
+        ``[...]``.
+    """
+    return (mx.exp(plain) * (plain - other)).sum(axis=-1)
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    """Log-probabilities in fp32, over the last axis."""
     logits = logits.astype(mx.float32)
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 

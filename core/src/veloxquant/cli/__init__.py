@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 
+from veloxquant.cli import bench
 from veloxquant.cli import calibrate
 from veloxquant.cli import check
 from veloxquant.cli import doctor
@@ -50,6 +51,7 @@ app.command("generate")(generate.generate)
 app.command("serve", context_settings=serve.PASS_ON)(serve.serve)
 app.command("show")(show.show)
 app.command("new")(new.new)
+app.add_typer(bench.app, name="bench")
 
 
 def _show_version(wanted: bool) -> None:
@@ -70,9 +72,16 @@ def _options(
 def _refuse_unknown_command(words: Sequence[str]) -> None:
     # Old versions of typer make no suggestion.
     known = [command.name or "" for command in app.registered_commands]
+    known += [group.name or "" for group in app.registered_groups if isinstance(group.name, str)]
+    _refuse_unknown(words, known, "command")
+    if words and words[0] == "bench":
+        _refuse_unknown(words[1:], [command.name or "" for command in bench.app.registered_commands], "benchmark")
+
+
+def _refuse_unknown(words: Sequence[str], known: list[str], kind: str) -> None:
     if words and not words[0].startswith("-") and words[0] not in known:
         raise VeloxQuantError(
-            f"there is no command '{words[0]}'{suggest(words[0], known)} (commands: {', '.join(known)}); "
+            f"there is no {kind} '{words[0]}'{suggest(words[0], known)} ({kind}s: {', '.join(known)}); "
             "see 'veloxquant --help'"
         )
 

@@ -27,7 +27,16 @@ if TYPE_CHECKING:
     from veloxquant.cli.generation import Generation
     from veloxquant.timing import HookTime
 
-__all__ = ["loading", "prefill_bar", "show_agreement", "show_heading", "show_profile", "show_table", "write_text"]
+__all__ = [
+    "loading",
+    "prefill_bar",
+    "show_agreement",
+    "show_heading",
+    "show_profile",
+    "show_rows",
+    "show_table",
+    "write_text",
+]
 
 _LEGEND = (
     "seen: prompt and generated tokens, and one that mlx-lm computes ahead. kept: rows per KV head. held: bytes of the "
@@ -140,13 +149,20 @@ def show_table(runs: Sequence[Generation]) -> None:
         )
         for index, run in enumerate(runs)
     ]
-    _show_rows(columns, rows, _LEGEND)
+    show_rows(columns, rows, _LEGEND)
 
 
-def _show_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], legend: str) -> None:
-    """A table, or one block a row where the terminal is too narrow for figures side by side."""
+def show_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], legend: str, narrow: int = _NARROW) -> None:
+    """A table, or one block a row where the terminal is too narrow for figures side by side.
+
+    Args:
+        columns: Headings.
+        rows: Their texts.
+        legend: What stands under the table.
+        narrow: Columns of text that the table needs.
+    """
     console = open_stdout()
-    if console.width >= _NARROW:
+    if console.width >= narrow:
         shown = table(*columns, right=True, caption=legend)
         for row in rows:
             shown.add_row(*row)
@@ -177,7 +193,7 @@ def show_profile(rows: Sequence[HookTime]) -> None:
     for row in total_by_hook(rows):
         times = (f"{1000 * seconds:.{digits}f}" for seconds, digits in ((row.total, 1), (row.mean, 3), (row.worst, 3)))
         shown.append((row.hook, f"{row.calls}", *times, "-" if row.layer is None else f"{row.layer}"))
-    _show_rows(columns, shown, _PROFILE_LEGEND)
+    show_rows(columns, shown, _PROFILE_LEGEND)
 
 
 def _scaled(counts: Sequence[int | None]) -> tuple[list[str], str]:

@@ -68,6 +68,7 @@ def retrieve_details(state: RetrieveState) -> ByteCount:
         "centroids": 0 if codebook is None else codebook.keys.shape[2],
         "tokens_seen": state.count,
         "tokens_retrieved": state.attended,
+        "rows_read": state.attended,
     }
     return attrs.evolve(
         count, auxiliary=count.auxiliary + extra, static=count.static + static, rows=None, details=details

@@ -1,0 +1,27 @@
+"""``veloxquant bench``: one module a benchmark, each importing what is heavy only when it runs."""
+
+from __future__ import annotations
+
+import typer
+
+from veloxquant.cli import bench_plot
+from veloxquant.cli import bench_quality
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Measure methods on your own model: quality, speed, memory; and draw what was measured.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+)
+
+
+app.command("quality")(bench_quality.quality)
+app.command("plot")(bench_plot.plot)
+
+
+@app.callback()
+def _bench() -> None:
+    pass
