@@ -6,6 +6,7 @@ import typer
 
 from veloxquant.cli import bench_plot
 from veloxquant.cli import bench_quality
+from veloxquant.cli import bench_speed
 
 __all__ = ["app"]
 
@@ -19,6 +20,7 @@ app = typer.Typer(
 
 
 app.command("quality")(bench_quality.quality)
+app.command("speed")(bench_speed.speed)
 app.command("plot")(bench_plot.plot)
 
 
