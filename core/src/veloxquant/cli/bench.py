@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from veloxquant.cli import bench_memory
 from veloxquant.cli import bench_plot
 from veloxquant.cli import bench_quality
 from veloxquant.cli import bench_speed
@@ -21,6 +22,7 @@ app = typer.Typer(
 
 app.command("quality")(bench_quality.quality)
 app.command("speed")(bench_speed.speed)
+app.command("memory")(bench_memory.memory)
 app.command("plot")(bench_plot.plot)
 
 
