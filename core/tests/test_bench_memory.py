@@ -196,3 +196,16 @@ def test_errors_are_one_sentence(run, words, message):
     [line] = err.splitlines()
     assert line.startswith("error: ")
     assert "held" not in out
+
+
+def test_a_peer_is_set_for_the_length_in_both_processes(run, monkeypatch):
+    from veloxquant.bench import line_up
+
+    def peers(name, tokens):
+        return [memory.attrs.evolve(plain_arm(), name=f"other {tokens}", role="peer")]
+
+    monkeypatch.setattr(line_up, "peer_arms", peers)
+    code, out, err = run("--methods", "coarse", "--peer", "other", "--json")
+    assert code == 0, err
+    found = [result["arm"] for result in json.loads(out)["results"] if result["role"] == "peer"]
+    assert found == ["other 20", "other 40"]

@@ -171,7 +171,7 @@ def test_every_arm_at_every_length(registry):
     shape = Shape(query_heads=4, kv_heads=2, head_dim=36)  # which one of the toys refuses
     plan = SpeedPlan(lengths=(20, 40), shape=shape, steps=2, prefill_rows=16, prefill_rounds=2, step=16)
     with Writer(new_run("speed")) as writer:
-        left = measure_speed(arms, plan, writer, quiet)
+        left = measure_speed(dict.fromkeys((16, 20, 40), arms), plan, writer, quiet)
     found = [(result.kind, result.arm, result.figures["length"]) for result in writer.run.results]
     expected = [("speed", name, length) for length in (20, 40) for name in ("plain", "coarse")]
     assert found == [*expected, ("prefill", "plain", 16), ("prefill", "coarse", 16)]
@@ -426,3 +426,12 @@ def test_errors_are_one_sentence(run, words, message):
     [line] = [line for line in err.splitlines() if not line.startswith("loading")]
     assert line.startswith("error: ")
     assert "ms a step" not in out
+
+
+def test_a_peer_is_set_for_the_length(run, monkeypatch):
+    from veloxquant.bench import line_up
+
+    asked = []
+    monkeypatch.setattr(line_up, "peer_arms", lambda name, tokens: asked.append(tokens) or [])
+    assert run(*HERE, "--methods", "coarse", "--peer", "other")[0] == 0
+    assert asked == [20, 40, 16]

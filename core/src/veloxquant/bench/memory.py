@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,7 +92,7 @@ def in_fresh_process(request: Request) -> dict[str, Any]:
 
 
 def measure_memory(
-    arms: Sequence[Arm],
+    arms: Mapping[int, Sequence[Arm]],
     plan: MemoryPlan,
     writer: Writer,
     track: Track,
@@ -101,7 +102,7 @@ def measure_memory(
     """Measure; what was measured when this is interrupted is in ``writer.run`` and in its file.
 
     Args:
-        arms: The arms, the plain one first.
+        arms: The arms by length, the plain one first.
         plan: What to measure.
         writer: Takes the results.
         track: Shows the progress.
@@ -113,7 +114,7 @@ def measure_memory(
     """
     for length in plan.lengths:
         plain: int | None = None
-        for arm in arms:
+        for arm in arms[length]:
             with track(f"{length:,} tokens: {arm.name}", 1) as advance:
                 try:
                     figures = run_arm(plan.request(arm.name, length))

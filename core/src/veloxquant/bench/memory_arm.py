@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import json
 import sys
@@ -65,6 +66,7 @@ class _Meter:
 
     def __init__(self) -> None:
         mx.clear_cache()
+        _give_back()
         self._base = mx.get_active_memory()
         _forget_process_peak()
         self._process = _process_memory()[0]
@@ -200,6 +202,12 @@ def _process_memory() -> tuple[int | None, int | None]:
         return None, None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return None, peak if sys.platform == "darwin" else peak * 1024
+
+
+def _give_back() -> None:
+    """Hand freed memory back to the system, or what is allocated next would seem to take none."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _forget_process_peak() -> None:

@@ -97,18 +97,16 @@ class Race:
         return list(self.laps) if self._rounds else []
 
     def figures(self, name: str) -> dict[str, Any]:
-        """Median and quartiles of an arm's seconds, and of their ratio to the plain arm's.
-
-        The ratio is that of the medians; its quartiles are those of the ratios round by round.
-        """
+        """Median and quartiles of an arm's seconds, and of their ratio to the plain arm's, round by round."""
         found: dict[str, Any] = {"rounds": self.rounds}
         for what in self._rounds[0][name]:
             own = [one[name][what] for one in self._rounds]
             plain = [one[PLAIN][what] for one in self._rounds]
             found[what] = statistics.median(own)
             found[f"{what}_quartiles"] = _quartiles(own)
-            found[f"{what}_ratio"] = statistics.median(own) / statistics.median(plain)
-            found[f"{what}_ratio_quartiles"] = _quartiles([a / b for a, b in zip(own, plain, strict=True)])
+            ratios = [a / b for a, b in zip(own, plain, strict=True)]
+            found[f"{what}_ratio"] = statistics.median(ratios)
+            found[f"{what}_ratio_quartiles"] = _quartiles(ratios)
             found[f"{what}_over_plain"] = statistics.median(a - b for a, b in zip(own, plain, strict=True))
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,12 +61,16 @@ def burst() -> int:
 
 
 def measure_speed(
-    arms: Sequence[Arm], plan: SpeedPlan, writer: Writer, track: Track, left_out: list[LeftOut] | None = None
+    arms: Mapping[int, Sequence[Arm]],
+    plan: SpeedPlan,
+    writer: Writer,
+    track: Track,
+    left_out: list[LeftOut] | None = None,
 ) -> list[LeftOut]:
     """Measure; what was measured when this is interrupted is in ``writer.run`` and in its file.
 
     Args:
-        arms: The arms, the plain one among them.
+        arms: The arms by length, the plain one among them: of a peer a setting may follow from the length.
         plan: What to measure.
         writer: Takes the results, ``speed`` and ``prefill``.
         track: Shows the progress.
@@ -79,10 +84,10 @@ def measure_speed(
     """
     failed: list[LeftOut] = [] if left_out is None else left_out
     for length in plan.lengths:
-        _steps(arms, plan, length, writer, track, failed)
+        _steps(arms[length], plan, length, writer, track, failed)
         mx.clear_cache()
     if plan.prefill_rows:
-        _prefill(arms, plan, writer, track, failed)
+        _prefill(arms[plan.prefill_rows], plan, writer, track, failed)
     return failed
 
 

@@ -19,12 +19,12 @@ from veloxquant.cli.bench_inputs import positive
 from veloxquant.cli.bench_inputs import read_text
 from veloxquant.cli.bench_inputs import rows_dtype
 from veloxquant.cli.bench_inputs import split_names
-from veloxquant.cli.bench_inputs import text_tokens
 from veloxquant.cli.bench_layer_inputs import INTERRUPTED
 from veloxquant.cli.bench_layer_inputs import Dtype
 from veloxquant.cli.bench_layer_inputs import HeadDim
 from veloxquant.cli.bench_layer_inputs import KVHeads
 from veloxquant.cli.bench_layer_inputs import QueryHeads
+from veloxquant.cli.bench_layer_inputs import load_with_text
 from veloxquant.cli.bench_layer_inputs import read_lengths
 from veloxquant.cli.bench_layer_inputs import read_shape
 from veloxquant.cli.output import Json
@@ -131,11 +131,13 @@ def _measure(
 
     hash_, dtype = None, plan.shape["dtype"]
     if plan.model is None:
-        arms, skipped = line_up_layer(plan.wanted, Shape(**plan.shape), max(plan.lengths))
+        lined_up = {length: line_up_layer(plan.wanted, Shape(**plan.shape), length) for length in plan.lengths}
     else:
         own = read_text(text)
         hash_ = text_hash(sample_text() if own is None else own)
-        plan, arms, skipped, dtype = _on_model(plan, own)
+        plan, lined_up, dtype = _on_model(plan, own)
+    arms = {length: found for length, (found, _) in lined_up.items()}
+    skipped = lined_up[plan.lengths[0]][1]
     run = new_run("memory", model=plan.model, dtype=dtype, text=hash_, arguments=arguments)
     left_out: list[LeftOut] = []
     whole = True
@@ -147,29 +149,20 @@ def _measure(
     return run, [attrs.asdict(one) for one in skipped], [attrs.asdict(one) for one in left_out], whole
 
 
-def _on_model(plan: MemoryPlan, text: str | None) -> tuple[MemoryPlan, list[Arm], list[Skipped], str]:
-    """The plan with its text, the arms, and the dtype; the model is loaded for these and let go again."""
+def _on_model(plan: MemoryPlan, text: str | None) -> tuple[MemoryPlan, dict[int, tuple[list[Arm], list[Skipped]]], str]:
+    """The plan with its text, who takes part by length, and the dtype; the model is let go again."""
     from veloxquant.attention import is_routed
     from veloxquant.attention import unroute
     from veloxquant.bench.line_up import line_up_model
-    from veloxquant.cli.display import loading
-    from veloxquant.cli.model_files import load_model
 
     assert plan.model is not None
-    with loading(plan.model):
-        model, tokenizer = load_model(plan.model)
-    found = text_tokens(tokenizer, text, 0)
     needed = max(plan.lengths) + plan.tokens
-    if len(found) < needed:
-        raise VeloxQuantError(
-            f"the text has {len(found):,} tokens and {needed:,} are needed; give a longer one, "
-            "or smaller --lengths or --tokens"
-        )
-    arms, skipped = line_up_model(plan.wanted, model, max(plan.lengths))
+    model, tokens = load_with_text(plan.model, text, needed, "smaller --lengths or --tokens")
+    lined_up = {length: line_up_model(plan.wanted, model, length) for length in plan.lengths}
     dtype = rows_dtype(model)
     while is_routed(model):
         unroute(model)
-    return attrs.evolve(plan, text=found[:needed]), arms, skipped, dtype
+    return attrs.evolve(plan, text=tokens), lined_up, dtype
 
 
 # ---------------------------------------------------------------------- table

@@ -19,12 +19,12 @@ from veloxquant.cli.bench_inputs import positive
 from veloxquant.cli.bench_inputs import read_text
 from veloxquant.cli.bench_inputs import rows_dtype
 from veloxquant.cli.bench_inputs import split_names
-from veloxquant.cli.bench_inputs import text_tokens
 from veloxquant.cli.bench_layer_inputs import INTERRUPTED
 from veloxquant.cli.bench_layer_inputs import Dtype
 from veloxquant.cli.bench_layer_inputs import HeadDim
 from veloxquant.cli.bench_layer_inputs import KVHeads
 from veloxquant.cli.bench_layer_inputs import QueryHeads
+from veloxquant.cli.bench_layer_inputs import load_with_text
 from veloxquant.cli.bench_layer_inputs import read_lengths
 from veloxquant.cli.bench_layer_inputs import read_shape
 from veloxquant.cli.output import Json
@@ -33,6 +33,7 @@ from veloxquant.cli.output import write_json
 from veloxquant.errors import VeloxQuantError
 
 if TYPE_CHECKING:
+    from veloxquant.bench.arm_options import Skipped
     from veloxquant.bench.arms import Arm
     from veloxquant.bench.line_up import Wanted
     from veloxquant.bench.race import LeftOut
@@ -202,8 +203,11 @@ def _measure_here(request: _Request) -> Measured:
     from veloxquant.testing.sample import sample_text
 
     plan = request.plan
-    longest = max([*plan.lengths, plan.prefill_rows])
-    layer_arms, skipped = line_up_layer(request.wanted, plan.shape, longest) if longest else ([], [])
+    lengths = [length for length in (*plan.lengths, plan.prefill_rows) if length]
+    layer_arms: dict[int, list[Arm]] = {}
+    skipped: list[Skipped] = []
+    for length in lengths:
+        layer_arms[length], skipped = line_up_layer(request.wanted, plan.shape, length)
     model: Any = None
     model_arms: list[Arm] = []
     prompt: list[int] = []
@@ -211,16 +215,16 @@ def _measure_here(request: _Request) -> Measured:
     if request.model is not None:
         own = read_text(request.text)
         text = text_hash(sample_text() if own is None else own)
-        model, prompt = _load(request, own)
+        model, prompt = load_with_text(request.model, own, request.prompt_tokens, "a smaller --prompt-tokens")
         model_arms, also = line_up_model(request.wanted, model, request.prompt_tokens)
         skipped = [*skipped, *(one for one in also if one.method not in {two.method for two in skipped})]
-        dtype = dtype if longest else rows_dtype(model)
+        dtype = dtype if lengths else rows_dtype(model)
     run = new_run("speed", model=request.model, dtype=dtype, text=text, arguments=request.arguments)
     left_out: list[LeftOut] = []
     whole = True
     with Writer(run, request.output) as writer, bench_progress() as progress:
         try:
-            if longest:
+            if lengths:
                 measure_speed(layer_arms, plan, writer, progress.track, left_out)
             if model is not None:
                 measure_generation(
@@ -241,20 +245,3 @@ def _measure_here(request: _Request) -> Measured:
         left_out=[attrs.asdict(one) for one in left_out],
         whole=whole,
     )
-
-
-def _load(request: _Request, text: str | None) -> tuple[Any, list[int]]:
-    """The model, and the tokens of the prompt."""
-    from veloxquant.cli.display import loading
-    from veloxquant.cli.model_files import load_model
-
-    assert request.model is not None
-    with loading(request.model):
-        model, tokenizer = load_model(request.model)
-    tokens = text_tokens(tokenizer, text, 0)
-    if len(tokens) < request.prompt_tokens:
-        raise VeloxQuantError(
-            f"the text has {len(tokens):,} tokens and {request.prompt_tokens:,} are needed; "
-            "give a longer one, or a smaller --prompt-tokens"
-        )
-    return model, tokens[: request.prompt_tokens]

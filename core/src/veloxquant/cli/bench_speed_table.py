@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["show_remarks", "show_speed", "show_wide"]
 
 _STEP_LEGEND = (
-    "a decode step of one layer: update and attention. x plain: its time over the plain cache's in the same run (less "
-    "is faster). Ranges are quartiles: half of the steps lay inside."
+    "a decode step of one layer: update and attention. x plain: its time over the plain cache's in the same round; less "
+    "is faster. Ranges are quartiles: half of the steps lay inside."
 )
 
 _PREFILL_LEGEND = (
@@ -77,7 +77,7 @@ def _show_run(run: Run) -> None:
     lengths = list(dict.fromkeys(result.figures["length"] for result in steps))
     for length in lengths:
         own = [result for result in steps if result.figures["length"] == length]
-        columns = (f"{length:,} rows", "ms a step", "quartiles", "x plain", "quartiles of it")
+        columns = (f"{length:,} rows", "ms a step", "quartiles", "x plain", "quartiles\nof it")
         show_wide(columns, [_timed(result) for result in own], _STEP_LEGEND if length == lengths[-1] else "")
     if run.of_kind("prefill"):
         show_wide(*_prefill(run.of_kind("prefill")), _PREFILL_LEGEND)
@@ -115,7 +115,7 @@ def _prefill_cells(figures: dict[str, Any]) -> tuple[str, ...]:
 
 def _generation(results: Sequence[Result]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     tokens = results[0].figures["prompt_tokens"]
-    columns = (f"after {tokens:,} tokens", "tokens/s", "ms a token", "quartiles", "x plain", "quartiles of it")
+    columns = (f"after {tokens:,} tokens", "tokens/s", "ms a\ntoken", "quartiles", "x plain", "quartiles\nof it")
     rows = []
     for result in results:
         name, *cells = _timed(result)
