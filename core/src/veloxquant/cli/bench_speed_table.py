@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["show_remarks", "show_speed", "show_wide"]
 
 _STEP_LEGEND = (
-    "a decode step of one layer: update and attention. x plain: its time over the plain cache's in the same round; less "
+    "a decode step of one layer: update and attention. x plain: its time over the plain cache's in the round; less "
     "is faster. Ranges are quartiles: half of the steps lay inside."
 )
 
