@@ -62,7 +62,9 @@ def _alike(run: Run) -> tuple[str, ...]:
     here = run.environment
     place = (str(run.model), str(run.dtype), str(run.text), str(here["back_end"]), str(here["machine"].get("cpu")))
     task = {name: run.arguments.get(name) for name in ("prompt_tokens", "tokens", "start", "shape")}
-    return (run.command, *place, str(task))
+    # Quality does not depend on it, time does.
+    blas = str(here["blas"]) if run.command == "speed" else ""
+    return (run.command, *place, blas, str(task))
 
 
 def _unused(name: str, names: set[str]) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import typer
 
+from veloxquant.cli import bench_memory
 from veloxquant.cli import bench_plot
 from veloxquant.cli import bench_quality
+from veloxquant.cli import bench_speed
 
 __all__ = ["app"]
 
@@ -19,6 +21,8 @@ app = typer.Typer(
 
 
 app.command("quality")(bench_quality.quality)
+app.command("speed")(bench_speed.speed)
+app.command("memory")(bench_memory.memory)
 app.command("plot")(bench_plot.plot)
 
 

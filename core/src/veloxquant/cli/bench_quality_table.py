@@ -70,7 +70,8 @@ def show_run_heading(run: Run) -> None:
     versions = here["versions"]
     names = ", ".join(f"{name} {versions[name]}" for name in ("veloxquant", "mlx", "mlx-lm") if name in versions)
     console = open_stdout()
-    console.print(f"model {printable(str(run.model))}, {run.dtype}; {names}", soft_wrap=True)
+    subject = "no model" if run.model is None else f"model {printable(run.model)}"
+    console.print(f"{subject}, {run.dtype}; {names}", soft_wrap=True)
     console.print(
         f"back end {here['back_end']}, BLAS: {here['blas']}; {here['machine']['cores']} cores, "
         f"{here['machine']['cpu']}",
