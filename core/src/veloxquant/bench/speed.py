@@ -50,7 +50,7 @@ class SpeedPlan:
     lengths: tuple[int, ...] = (4096, 32768)
     shape: Shape = attrs.field(factory=Shape)
     steps: int = 30
-    prefill_rows: int = 2048
+    prefill_rows: int = 1024
     prefill_rounds: int = 5
     step: int = 2048
 
