@@ -56,9 +56,9 @@ def unseen(label, total):
     yield lambda amount: None
 
 
-def measured(loaded, arms, plan=PLAN, track=unseen, file=None):
+def measured(loaded, arms, plan=PLAN, track=unseen, file=None, left_out=None):
     with Writer(new_run("quality"), file) as writer:
-        measure_quality(*loaded, TEXT, arms, plan, writer, track)
+        measure_quality(*loaded, TEXT, arms, plan, writer, track, left_out)
     return writer.run
 
 
@@ -264,6 +264,21 @@ def test_errors_name_the_arm(loaded, registry):
     broken = type(arm)(name="mine", method="coarse", make=fails, make_layer=fails)
     with pytest.raises(VeloxQuantError, match="mine failed: ZeroDivisionError"):
         measured(loaded, [broken])
+
+
+def test_an_arm_that_fails_leaves_the_others_alone(loaded, registry):
+    arm = method_arm("coarse", registry=registry)
+
+    def fails(model):
+        raise ZeroDivisionError("by zero")
+
+    broken = type(arm)(name="mine", method="coarse", make=fails, make_layer=fails)
+    left_out = []
+    run = measured(loaded, [broken, arm], left_out=left_out)
+    assert [one.arm for one in left_out] == ["mine"]
+    assert "mine failed: ZeroDivisionError" in left_out[0].reason
+    assert {result.arm for result in run.results} >= {"plain", "coarse"}
+    assert "mine" not in {result.arm for result in run.results}
 
 
 def test_a_model_that_cannot_be_routed_has_no_top_rows(registry):

@@ -31,6 +31,7 @@ from veloxquant.bench.held import held
 from veloxquant.bench.passkey import Passkey
 from veloxquant.bench.passkey import answer
 from veloxquant.bench.passkey import passkey_at
+from veloxquant.bench.race import LeftOut
 from veloxquant.bench.records import Result
 from veloxquant.bench.records import Writer
 from veloxquant.build import native_caches
@@ -88,6 +89,7 @@ def measure_quality(
     plan: QualityPlan,
     writer: Writer,
     track: Track,
+    left_out: list[LeftOut] | None = None,
 ) -> None:
     """Measure; what was measured when this is interrupted is in ``writer.run`` and in its file.
 
@@ -99,6 +101,7 @@ def measure_quality(
         plan: What to measure.
         writer: Takes the results.
         track: Shows the progress.
+        left_out: Where to note arms that fail, which then leave the others alone; None: the first one ends the run.
 
     Raises:
         VeloxQuantError: The text is too short, or an arm fails; the message names it.
@@ -106,19 +109,59 @@ def measure_quality(
     check_text(plan, text)
     try:
         if plan.tokens:
-            _Continuation(model, text, plan, writer, track).measure(arms)
+            _Continuation(model, text, plan, writer, track, left_out).measure(arms)
         for length, depth, key, hay in _needles(plan, text):
             passkey = passkey_at(tokenizer, hay, length=length, depth=depth, key=key)
-            _Needle(model, tokenizer, passkey, plan, writer, track).measure(arms)
+            _Needle(model, tokenizer, passkey, plan, writer, track, left_out).measure(arms)
     finally:
         while is_routed(model):
             unroute(model)
 
 
-class _Continuation:
+class _Work:
+    """Arms one after another, each with the references that stand beside it."""
+
+    def __init__(self, where: str, left_out: list[LeftOut] | None) -> None:
+        self.where, self.left_out = where, left_out
+
+    def _one(self, arm: Arm, beside: Arm | None = None) -> list[Arm]:
+        """Measure one arm; returns the references that stand beside it."""
+        raise NotImplementedError
+
+    def one(self, arm: Arm, beside: Arm | None = None) -> list[Arm]:
+        """As ``_one``; an arm that fails is noted and not tried again."""
+        if self.left_out is None or arm.method == "plain":
+            return self._one(arm, beside)
+        if arm.name in [failed.arm for failed in self.left_out]:
+            return []
+        try:
+            return self._one(arm, beside)
+        except VeloxQuantError as error:
+            self.left_out.append(LeftOut(arm.name, self.where, str(error)))
+            return []
+
+    def all(self, first: Sequence[Arm], arms: Sequence[Arm]) -> None:
+        """Some by themselves, then every arm and what stands beside it."""
+        for arm in first:
+            self.one(arm)
+        for arm in arms:
+            for beside in self.one(arm):
+                self.one(beside, arm)
+
+
+class _Continuation(_Work):
     """The tokens after one prompt."""
 
-    def __init__(self, model: Any, text: Sequence[int], plan: QualityPlan, writer: Writer, track: Track) -> None:
+    def __init__(
+        self,
+        model: Any,
+        text: Sequence[int],
+        plan: QualityPlan,
+        writer: Writer,
+        track: Track,
+        left_out: list[LeftOut] | None,
+    ) -> None:
+        super().__init__(f"{plan.prompt_tokens:,} tokens", left_out)
         self.model, self.plan, self.writer, self.track = model, plan, writer, track
         self.prompt_tokens = text[: plan.prompt_tokens]
         self.continuation = text[plan.prompt_tokens : plan.prompt_tokens + plan.tokens]
@@ -130,15 +173,10 @@ class _Continuation:
         with self.track("plain: prompt", self.plan.prompt_tokens - 1) as advance:
             self.prompt = read_prompt(self.model, self.prompt_tokens, step=self.plan.step, advance=advance)
         self.full = full_layers(self.prompt.plain)
-        self._one(plain_arm())
-        for arm in quantized_arms(self.prompt.plain) if self.plan.references else ():
-            self._one(arm)
-        for arm in arms:
-            for beside in self._one(arm):
-                self._one(beside, arm)
+        quantized = quantized_arms(self.prompt.plain) if self.plan.references else []
+        self.all([plain_arm(), *quantized], arms)
 
     def _one(self, arm: Arm, beside: Arm | None = None) -> list[Arm]:
-        """Measure one arm; returns the references that stand beside it."""
         with self.track(arm.name, self.plan.prompt_tokens - 1 + self.plan.tokens) as advance, _naming(arm):
             found = evaluate(
                 self.model,
@@ -167,7 +205,7 @@ class _Continuation:
         return [one for one in (recent, top) if one is not None]
 
 
-class _Needle:
+class _Needle(_Work):
     """One passkey prompt."""
 
     def __init__(
@@ -178,7 +216,9 @@ class _Needle:
         plan: QualityPlan,
         writer: Writer,
         track: Track,
+        left_out: list[LeftOut] | None,
     ) -> None:
+        super().__init__(f"a passkey in {len(passkey.prompt):,} tokens", left_out)
         self.model, self.tokenizer, self.passkey = model, tokenizer, passkey
         self.writer, self.track, self.step, self.references = writer, track, plan.step, plan.references
         self.full = full_layers(native_caches(model))
@@ -188,13 +228,10 @@ class _Needle:
         if self.references:
             with self.track("plain: prompt", len(self.passkey.prompt) - 1) as advance:
                 self.prompt = read_prompt(self.model, self.passkey.prompt, step=self.step, advance=advance)
-            for arm in (plain_arm(), *quantized_arms(self.prompt.plain)):
-                self._one(arm)
+            first = [plain_arm(), *quantized_arms(self.prompt.plain)]
         else:
-            self.prompt = Prompt(self.passkey.prompt, [], self.step)
-        for arm in arms:
-            for beside in self._one(arm):
-                self._one(beside, arm)
+            self.prompt, first = Prompt(self.passkey.prompt, [], self.step), []
+        self.all(first, arms)
 
     def _one(self, arm: Arm, beside: Arm | None = None) -> list[Arm]:
         length = len(self.prompt.tokens)

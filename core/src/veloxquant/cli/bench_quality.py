@@ -101,22 +101,25 @@ def quality(
             output=output,
             arguments=arguments,
         )
-        run, skipped, whole = _measure(request)
+        run, skipped, left_out, whole = _measure(request)
     if as_json:
         from veloxquant.bench.verdicts import verdicts
 
         found = [verdict.to_dict() for verdict in verdicts(run.results)]
-        write_json({**run.to_dict(), "verdicts": found, "skipped": [attrs.asdict(one) for one in skipped]})
+        missing = {
+            name: [attrs.asdict(one) for one in ones] for name, ones in (("skipped", skipped), ("left_out", left_out))
+        }
+        write_json({**run.to_dict(), "verdicts": found, **missing})
     else:
         from veloxquant.cli.bench_quality_table import show_quality
 
-        show_quality(run, skipped)
+        show_quality(run, skipped, left_out)
     if not whole:
         raise typer.Exit(INTERRUPTED)
 
 
-def _measure(request: _Request) -> tuple[Any, list[Any], bool]:
-    """The run, the methods left out, and whether it came to its end."""
+def _measure(request: _Request) -> tuple[Any, list[Any], list[Any], bool]:
+    """The run, the methods that were skipped, the arms that failed, and whether it came to its end."""
     from veloxquant.bench.arm_options import chosen_arms
     from veloxquant.bench.arm_options import split_usable
     from veloxquant.bench.peers import peer_arms
@@ -149,9 +152,10 @@ def _measure(request: _Request) -> tuple[Any, list[Any], bool]:
         text=text_hash(sample_text() if request.text is None else request.text),
         arguments=request.arguments,
     )
+    left_out: list[Any] = []
     with Writer(run, request.output) as writer, bench_progress() as progress:
         try:
-            measure_quality(model, tokenizer, tokens, arms, request.plan, writer, progress.track)
+            measure_quality(model, tokenizer, tokens, arms, request.plan, writer, progress.track, left_out)
         except KeyboardInterrupt:
-            return run, skipped, False
-    return run, skipped, True
+            return run, skipped, left_out, False
+    return run, skipped, left_out, True

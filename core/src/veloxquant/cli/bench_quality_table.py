@@ -17,6 +17,7 @@ from veloxquant.cli.output import printable
 
 if TYPE_CHECKING:
     from veloxquant.bench.arm_options import Skipped
+    from veloxquant.bench.race import LeftOut
     from veloxquant.bench.records import Result
     from veloxquant.bench.records import Run
 
@@ -38,12 +39,13 @@ _VERDICT_LEGEND = (
 _WORDS = {"beats": "yes", "level": "level", "loses": "no", "smaller": "n/a"}
 
 
-def show_quality(run: Run, skipped: Sequence[Skipped] = ()) -> None:
+def show_quality(run: Run, skipped: Sequence[Skipped] = (), left_out: Sequence[LeftOut] = ()) -> None:
     """Show a run, whole or not.
 
     Args:
         run: The run.
-        skipped: Methods that were left out.
+        skipped: Methods that cannot serve here.
+        left_out: Arms that failed.
     """
     console = open_stdout()
     show_run_heading(run)
@@ -62,6 +64,8 @@ def show_quality(run: Run, skipped: Sequence[Skipped] = ()) -> None:
         console.print("nothing was measured")
     for one in skipped:
         console.print(f"skipped {one.method}: {printable(one.reason)}", soft_wrap=True)
+    for failed in left_out:
+        console.print(f"left out at {failed.where}: {printable(failed.reason)}", soft_wrap=True)
 
 
 def show_run_heading(run: Run) -> None:
