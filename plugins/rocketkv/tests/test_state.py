@@ -366,6 +366,19 @@ def test_a_head_with_few_live_rows_reads_none_twice_and_none_that_are_not_there(
         assert np.array(index).max() < cache.rows
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("options", [{}, {"page_size": 1}, {"summary_bits": 4}, {"ranking": "rows", "stage1": False}])
+def test_rewound_rows_that_are_not_finite_leave_no_trace(options, bad):
+    rows = data(500)
+    rewound, plain = routed(topk=12, **options), routed(topk=12, **options)
+    for cache in (rewound, plain):
+        feed(cache, rows, [299, 1, 1, 1])
+    broken = [mx.where(mx.arange(500).reshape(1, 1, -1, 1) < 302, array, bad) for array in rows]
+    feed(rewound, broken, [1] * 6)
+    rewound.trim(6)
+    assert np.array_equal(np.array(feed(rewound, rows, [1] * 9)), np.array(feed(plain, rows, [1] * 9)))
+
+
 # ---------------------------------------------------------------- multi_turn
 
 
