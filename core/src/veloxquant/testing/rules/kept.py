@@ -88,11 +88,9 @@ def _telling(steps: list[Step]) -> list[int]:
 
 @in_layers(0, 1)
 def check_keys_fit_values(subject: Subject) -> None:
-    """The key and the value of a held row are those of one token.
-
-    A method that needs the rotary embedding may give keys back as if they stood elsewhere: of its keys only those that
-    came back as they were fed tell whose they are.
-    """
+    """The key and the value of a held row are those of one token, as far as its key comes back at its own position."""
+    # A method that needs the rotary embedding may give keys back as if they stood elsewhere: of its keys only those
+    # that came back as they were fed tell whose they are.
     moves = "rope" in subject.method.needs(subject.config)
     for steps in (2, LATER):
         cache, rows = subject.used(steps)
