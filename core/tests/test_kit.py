@@ -12,6 +12,7 @@ import pytest
 from veloxquant import ConfigError
 from veloxquant import UnknownMethodError
 from veloxquant import VeloxQuantError
+from veloxquant import hookimpl
 from veloxquant import testing
 from veloxquant.cli import main
 from veloxquant.registry import Registry
@@ -310,6 +311,20 @@ def test_check_exits_2_on_bad_input(offered, capsys, words):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("error: ")
+
+
+class Uncalibrated(toys.Keeper):
+    @hookimpl
+    def veloxquant_create(self, config, layer):
+        raise ConfigError("keeper needs a codebook: make one")
+
+
+def test_a_method_that_makes_no_cache_with_its_options_is_refused_once(offered, capsys):
+    offered.register(Uncalibrated())
+    assert main(["check", "keeper"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: keeper needs a codebook: make one")
 
 
 def test_rules_for_installed_methods_say_why_they_do_not_apply_here(empty):

@@ -251,6 +251,13 @@ class TakesValuesByAnotherHeadsChoice(Keeper):
         state.values = state.values[:, ::-1]
 
 
+@caught_by("keys_fit_values")
+class TakesOtherValuesThoughItsKeysMayBeTurned(TakesValuesByAnotherHeadsChoice):
+    @hookimpl
+    def veloxquant_method(self):
+        return attrs.evolve(super().veloxquant_method(), needs=("rope",))
+
+
 @caught_by("batch_rows_independent")
 class VotesForAllSequencesTogether(Keeper):
     def votes(self, state):

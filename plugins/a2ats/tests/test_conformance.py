@@ -9,8 +9,6 @@ from veloxquant_a2ats import A2ATSConfig
 
 LOSSLESS = A2ATSConfig(allow_uncalibrated=True, window=10**6)
 
-BY_DESIGN = {"keys_fit_values": "far keys come back at one and the same distance, not at that of their token"}
-
 
 class TestCompress(MethodTests):
     """As it comes, with a random codebook."""
@@ -18,7 +16,6 @@ class TestCompress(MethodTests):
     method = "a2ats"
     config = A2ATSConfig(allow_uncalibrated=True)
     dense_config = LOSSLESS
-    expected_failures = BY_DESIGN
 
 
 @pytest.mark.slow
@@ -30,7 +27,6 @@ class TestCompressSmall(MethodTests):
         allow_uncalibrated=True, window=16, sinks=2, sub_dim=4, codebook_bits=9, retrieval_fraction=1.0, far_position=64
     )
     dense_config = LOSSLESS
-    expected_failures = BY_DESIGN
 
 
 class TestRetrieve(MethodTests):

@@ -339,6 +339,46 @@ def test_a_deep_rewind_reads_live_rows_only(rewind):
         assert set(positions.tolist()) <= {*survivors[head], *range(length, length + 5)}
 
 
+def uneven(**options):
+    """A cache rewound to where one head has kept far more rows than the other, which has fewer than are read."""
+    queries, keys, values = map(np.array, data(300))
+    queries[..., 0] = 6
+    keys *= 0.1
+    keys[0, 0, 40:150, 0] = 6
+    keys[0, 1, 150:, 0] = 6
+    cache = routed(window=8, sinks=2, kernel_size=5, **options)
+    feed(cache, [mx.array(array) for array in (queries, keys, values)], [299, 1])
+    cache.trim(160)
+    return cache
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3])
+def test_a_head_with_few_live_rows_reads_none_twice_and_none_that_are_not_there(page_size):
+    cache = uneven(topk=40, page_size=page_size)
+    later = data(160, seed=7)
+    for _ in range(12):
+        feed(cache, later, [1])
+        state = cache.method_state
+        index = state.selector.choose(later[0][:, :, cache.offset - 1 : cache.offset], SCALE)
+        alive = np.array(state.rows.valid())[0].sum(axis=1)
+        assert min(alive) < index.shape[2] < max(alive)
+        assert (np.diff(np.array(index)) > 0).all()
+        assert np.array(index).max() < cache.rows
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("options", [{}, {"page_size": 1}, {"summary_bits": 4}, {"ranking": "rows", "stage1": False}])
+def test_rewound_rows_that_are_not_finite_leave_no_trace(options, bad):
+    rows = data(500)
+    rewound, plain = routed(topk=12, **options), routed(topk=12, **options)
+    for cache in (rewound, plain):
+        feed(cache, rows, [299, 1, 1, 1])
+    broken = [mx.where(mx.arange(500).reshape(1, 1, -1, 1) < 302, array, bad) for array in rows]
+    feed(rewound, broken, [1] * 6)
+    rewound.trim(6)
+    assert np.array_equal(np.array(feed(rewound, rows, [1] * 9)), np.array(feed(plain, rows, [1] * 9)))
+
+
 # ---------------------------------------------------------------- multi_turn
 
 

@@ -11,6 +11,7 @@ from veloxquant.build import get_cache
 from veloxquant.cache import DEFAULT_WINDOW
 from veloxquant.cache import LayerCache
 from veloxquant.config import parse_config
+from veloxquant.errors import ConfigError
 from veloxquant.registry import Method
 from veloxquant.registry import Registry
 from veloxquant.registry import default_registry
@@ -200,7 +201,7 @@ def make_subject(
     Raises:
         UnknownMethodError: There is no such method.
         PluginError: The plugin cannot be used.
-        ConfigError: An option cannot be used.
+        ConfigError: An option cannot be used, or the method refuses to make a cache with those given.
     """
     if not isinstance(method, str | Method):
         registry = registry or Registry()
@@ -214,7 +215,18 @@ def make_subject(
         dense_config=None if dense_config is None else parse_config(found.info.config, dense_config, method=found.name),
     )
     subject = subject.in_mode(subject.modes[0])
+    _refuse(subject)
     return attrs.evolve(subject, tokens=_enough_tokens(subject) if tokens is None else tokens)
+
+
+def _refuse(subject: Subject) -> None:
+    """Raise what the method says against its options when a cache is made, before every rule says it."""
+    try:
+        subject.cache()
+    except ConfigError:
+        raise
+    except Exception:  # what breaks here breaks in a rule, which can say more about it
+        return
 
 
 def _enough_tokens(subject: Subject) -> int:

@@ -57,7 +57,8 @@ class Layer:
         elif not config.allow_uncalibrated:
             raise ConfigError(
                 "a2ats needs a codebook of the model: make one with 'veloxquant calibrate a2ats "
-                f"--mode {config.mode} --model MODEL -o FILE' and give codebook=FILE"
+                f"--mode {config.mode} --model MODEL -o FILE' and give codebook=FILE; for tests "
+                "allow_uncalibrated=true makes a random one"
             )
         elif spec.kv_heads is not None and spec.head_dim is not None:
             # Values are as wide as keys in most models; for others another one is made when they come.

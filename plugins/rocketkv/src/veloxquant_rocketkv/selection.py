@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -194,13 +195,22 @@ class Selector:
         # All columns are ranked, spare capacity too: a slice of an array is several times slower to go through.
         if self.config.ranking == "rows":
             logits = row_scores(self.rows.store.scores(queries), self._heads, scale)
-            return rank(logits, self._alive_pages(pages, logits.shape[3]))
+            return self._weighed(rank, logits, pages)
         self._extend(pages)
         grouped = queries.astype(mx.float32).reshape(self._batch, self._heads, -1, queries.shape[3])
         channels = choose_channels(grouped, self._channels)
         exact = self._page_size == 1
         logits = self.summary.scores(grouped, channels, scale if exact else scale * BITS)
-        return (rank if exact else rank_roughly)(logits, self._alive_pages(pages, logits.shape[3]))
+        return self._weighed(rank if exact else rank_roughly, logits, pages)
+
+    def _weighed(self, ranks: Callable[..., mx.array], logits: mx.array, pages: int) -> mx.array:
+        width = logits.shape[3]
+        weights = ranks(logits, self._alive_pages(pages, width))
+        if self.rows.valid() is None or pages == width:
+            return weights
+        # A head may have fewer live pages than are chosen; dead ones, which are masked, then come before what lies
+        # behind the pages, where there are the newest rows and none at all.
+        return mx.where(_offsets(width) < pages, weights, -mx.inf)
 
     def _rows_of(self, pages: mx.array) -> mx.array:
         size = self._page_size

@@ -52,10 +52,13 @@ class PageSummary:
         """Forget all pages but the first ones."""
         if pages >= self.pages:
             return
-        self.pages = pages
+        dropped, self.pages = self.pages, pages
         if pages == 0:
             self.clear()
             return
+        if self.bounds is not None:
+            # Spare columns are scored too, and what is not finite could not be told apart from the rest.
+            self.bounds[..., pages:dropped] = 0
         self._base = min(self._base, pages)
         capacity = capacity_for(self._base, pages)
         if self.bounds is not None and capacity < self.bounds.shape[3]:
