@@ -26,12 +26,13 @@ _LEAST_KL = 1e-5
 """What is below this is drawn there: on a logarithmic axis there is no zero."""
 
 
-def draw(runs: Iterable[Run], folder: str | Path) -> list[Path]:
+def draw(runs: Iterable[Run], folder: str | Path, looks: Looks | None = None) -> list[Path]:
     """Draw all that can be drawn of some runs, one picture for runs that are alike.
 
     Args:
         runs: The runs; of two results of one arm the later one counts.
         folder: Where to write.
+        looks: Looks that methods have already in pictures drawn before; new methods are added.
 
     Returns:
         The files written, PNG and SVG.
@@ -45,7 +46,7 @@ def draw(runs: Iterable[Run], folder: str | Path) -> list[Path]:
         groups.setdefault(_alike(run), []).append(run)
     files: list[Path] = []
     names: set[str] = set()
-    looks = Looks()  # of all pictures, so that a method looks the same in each
+    looks = looks or Looks()  # of all pictures, so that a method looks the same in each
     for group in groups.values():
         for kind, picture in (("quality", _quality), ("speed", _speed), ("memory", _memory)):
             results = _latest([result for run in group for result in run.of_kind(kind)])
