@@ -23,6 +23,10 @@ def _model(run: Run) -> str:
     return "the sample model" if run.model == "sample" else str(run.model)
 
 
+def _named(run: Run) -> str:
+    return " (SmolLM2-135M-Instruct)" if run.model == "sample" else ""
+
+
 def place(run: Run) -> str:
     """Where a run was made, in a few words."""
     here = run.environment
@@ -48,7 +52,7 @@ def facts(run: Run, file: str) -> list[str]:
     lines = [
         f"- Machine: {'; '.join(part for part in parts if part)}",
         f"- Back end: {here['back_end']}; BLAS: {here['blas']}; dtype: {run.dtype}",
-        f"- Model: {_model(run) if run.model else 'none, one layer of random rows'}{_layer(run)}",
+        f"- Model: {_model(run) + _named(run) if run.model else 'none, one layer of random rows'}{_layer(run)}",
         *_text(run),
         f"- Versions: {versions}",
         f"- Date: {run.time[:16].replace('T', ' ')} UTC; run {code(run.id)} of [{file}](results/{file})",

@@ -12,8 +12,8 @@ from veloxquant.bench.records import Run
 __all__ = ["LEGEND", "memory"]
 
 LEGEND = """\
-Each arm ran in a process of its own. *Held* is what the caches' arrays take at the end, and its *share* of plain rows in the
-dtype of the run. *Peak* is the most that MLX held at once beyond weights and input; *for a moment* is what of the peak was
+Each arm ran in a process of its own. *Held* is what the caches' arrays take at the end, spare capacity included, and its
+*share* of plain rows in the dtype of the run. *Peak* is the most that MLX held at once beyond weights and input; *for a moment* is what of the peak was
 held neither before nor after, in the prompt and in the steps. *Process* is the growth of resident memory at its peak,
 buffers kept for reuse included. All but the share in MiB."""
 

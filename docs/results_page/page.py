@@ -76,12 +76,12 @@ so that a share in 16 bits cannot be computed from one in float32.
 """
 
 _BESIDE = """\
-Where an arm's bytes were also measured with 16-bit rows, on one layer of random rows, its share there stands in a column of
-its own, with the dtype and the number of tokens; the others have a dash.
+Where the bytes of the same method with the same options were also measured with 16-bit rows, the share there stands in a
+column of its own; the others have a dash.
 """
 
 _LEFT_OUT = """\
-No run here measured bytes with 16-bit rows, so the quality tables leave that column out.
+No run here gives the quality tables a column of 16-bit shares, so they leave it out.
 """
 
 _Part = tuple[str, tuple[str, ...], str, Callable[[Run, Sequence[Run]], list[str]]]
@@ -111,7 +111,8 @@ def page(found: Sequence[Recorded], pictures: Sequence[str]) -> str:
     lines = [_HEAD, _ABOUT]
     if not any(run.environment["back_end"] == "metal" for run in runs):
         lines.append(_APPLE)
-    lines += [_BYTES, _LEFT_OUT if _no_16_bits(runs) else _BESIDE]
+    beside = any(quality.elsewhere(runs, run) is not None for run in runs if run.of_kind("quality"))
+    lines += [_BYTES, _BESIDE if beside else _LEFT_OUT]
     for name, kinds, legend, part in _PARTS:
         own = [recorded for recorded in found if any(recorded.run.of_kind(kind) for kind in kinds)]
         if not own:
@@ -124,10 +125,6 @@ def page(found: Sequence[Recorded], pictures: Sequence[str]) -> str:
             lines += _picture(recorded, kinds[0], pictures)
             lines += part(recorded.run, runs)
     return "\n".join(lines).rstrip("\n") + "\n"
-
-
-def _no_16_bits(runs: Sequence[Run]) -> bool:
-    return quality.other_shares(runs, None, 1) is None
 
 
 def _picture(recorded: Recorded, kind: str, pictures: Sequence[str]) -> list[str]:

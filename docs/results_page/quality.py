@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import attrs
 from results_page.intake import stored_verdicts
 from results_page.markdown import DASH
 from results_page.markdown import span
@@ -17,7 +18,7 @@ from veloxquant.bench.records import Run
 from veloxquant.bench.verdicts import Verdict
 from veloxquant.bench.verdicts import sentences
 
-__all__ = ["LEGEND", "GROUPS", "other_shares", "quality"]
+__all__ = ["GROUPS", "LEGEND", "elsewhere", "identity", "quality"]
 
 GROUPS = (
     (0.7, "Less than 1.4x: 0.7 of the plain bytes or more"),
@@ -42,50 +43,75 @@ of the exact best choice of as many rows as it reads at a step; what reads few r
 
 _WIDTHS = {"float16", "bfloat16"}
 
-# Shares measured elsewhere: a heading, and the share of each arm, found by method and options.
-_Other = dict[str, float]
+
+@attrs.frozen
+class Elsewhere:
+    """Shares of bytes that another run measured with rows of 16 bits.
+
+    Args:
+        run: That run.
+        length: Tokens of its prompt.
+        shares: Right after the prompt, by ``identity``.
+    """
+
+    run: Run
+    length: int
+    shares: dict[str, float]
+
+    @property
+    def heading(self) -> str:
+        """Heading of the column."""
+        return f"held, {self.run.dtype}"
+
+    @property
+    def about(self) -> str:
+        """From where the column is, as a sentence."""
+        subject = self.run.model or f"one layer of random rows ({self.run.arguments.get('shape')})"
+        return (
+            f"*{self.heading[0].upper()}{self.heading[1:]}* comes from another run, `{self.run.id}`: {subject}, right "
+            f"after {self.length:,} tokens."
+        )
 
 
-def other_shares(runs: Sequence[Run], dtype: str | None, tokens: int) -> tuple[str, _Other] | None:
-    """Shares of bytes of the same arms with rows of 16 bits, from runs that measured these: never computed from others.
+def elsewhere(runs: Sequence[Run], run: Run) -> Elsewhere | None:
+    """Shares of the same arms with rows of 16 bits, from runs that measured these: never computed from others.
 
     Args:
         runs: All runs.
-        dtype: Dtype of the run beside which they stand.
-        tokens: Tokens of its prompt; the nearest length is taken.
+        run: The run beside whose shares they stand. Of several, a memory run is taken before a speed run, one on the
+            same model before others, and the nearest length.
 
     Returns:
-        A heading of the column and the shares, or None where nothing was measured, or the run has such rows itself.
+        The shares, or None where none were measured, or the run has such rows itself.
     """
-    if dtype in _WIDTHS:
+    if run.dtype in _WIDTHS:
         return None
-    found: dict[tuple[str, str, int], _Other] = {}
-    for run in runs:
-        if run.dtype in _WIDTHS and run.command in ("memory", "speed"):
-            for result in run.results:
-                share = _share_of(result, run)
-                if share is not None:
-                    key = (run.command, run.dtype, result.figures["length"])
-                    found.setdefault(key, {})[identity(result)] = share
-    if not found:
-        return None
-    best = min(found, key=lambda key: (key[0] != "memory", abs(math.log(key[2] / tokens)), key))
-    return f"held, {best[1]}, {best[2]:,} tokens", found[best]
+    tokens = run.arguments.get("prompt_tokens") or 1
+    found: list[tuple[tuple[bool, bool, float], Elsewhere]] = []
+    for other in runs:
+        kind = "memory" if other.of_kind("memory") else "speed"
+        results = other.of_kind(kind) if other.dtype in _WIDTHS else []
+        for length in sorted({result.figures["length"] for result in results}):
+            shares = _shares([result for result in results if result.figures["length"] == length])
+            rank = (kind != "memory", other.model != run.model, abs(math.log(length / tokens)))
+            found += [(rank, Elsewhere(other, length, shares))] if shares else []
+    return min(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def _share_of(result: Result, run: Run) -> float | None:
-    """Share of the plain bytes that a memory or speed result shows."""
-    if result.kind == "memory":
-        share: float | None = result.figures.get("share")
-        return share
-    if result.kind != "speed" or "bytes_held" not in result.figures:
-        return None
-    plain = [
-        other.figures.get("bytes_held")
-        for other in run.of_kind("speed")
-        if other.arm == "plain" and other.figures["length"] == result.figures["length"]
-    ]
-    return result.figures["bytes_held"] / plain[-1] if plain and plain[-1] else None
+def _shares(results: Sequence[Result]) -> dict[str, float]:
+    """Shares right after the prompt, of results of one length."""
+    held = {identity(result): (result, _after_prompt(result)) for result in results}
+    plain = next((count for result, count in held.values() if result.arm == "plain"), None)
+    return {name: count / plain for name, (_, count) in held.items() if count} if plain else {}
+
+
+def _after_prompt(result: Result) -> int | None:
+    """Bytes held right after the prompt; of the plain cache those of its rows, where the record tells them apart."""
+    if result.kind == "speed":
+        count: int | None = result.figures.get("bytes_held")
+        return count
+    part = result.figures.get("after_prompt", {})
+    return part.get("bytes_plain" if result.arm == "plain" else "bytes_total") or None
 
 
 def identity(result: Result) -> str:
@@ -105,7 +131,8 @@ def quality(run: Run, runs: Sequence[Run]) -> list[str]:
     asked = run.arguments
     lines = [_what(asked), "", *_plain_line(results, needles)]
     arms = sorted((one for one in results if _is_arm(one)), key=lambda one: (-_share(one), one.arm))
-    other = other_shares(runs, run.dtype, asked.get("prompt_tokens") or 1)
+    other = elsewhere(runs, run)
+    lines += [] if other is None else [other.about, ""]
     found = stored_verdicts(run)
     for place, (least, name) in enumerate(GROUPS):
         most = GROUPS[place - 1][0] if place else math.inf
@@ -143,11 +170,11 @@ def _plain_line(results: Sequence[Result], needles: Sequence[Result]) -> list[st
 
 
 def _figures(
-    group: Sequence[Result], needles: Sequence[Result], run: Run, other: tuple[str, _Other] | None
+    group: Sequence[Result], needles: Sequence[Result], run: Run, other: Elsewhere | None
 ) -> list[str]:
     columns = ["arm", f"held, {run.dtype}", "held at end", "KL", "95 %", "p95", "top-1", "perplexity", "passkeys"]
     if other is not None:
-        columns.insert(3, other[0])
+        columns.insert(2, other.heading)
     rows = []
     for arm in group:
         figures = arm.figures
@@ -165,8 +192,8 @@ def _figures(
             _passkeys(arm.arm, needles),
         ]
         if other is not None:
-            share = other[1].get(identity(arm))
-            cells.insert(3, DASH if share is None else f"{share:.3f}")
+            share = other.shares.get(identity(arm))
+            cells.insert(2, DASH if share is None else f"{share:.3f}")
         rows.append(cells)
     return table(columns, rows)
 

@@ -17,12 +17,12 @@ __all__ = ["LEGEND", "overview", "timing"]
 
 LEGEND = """\
 A step is the update and the attention of one layer on random rows, the median of the rounds in which all arms took turns in
-one process. *X plain* is its time over the plain cache's in the same run: below 1 is faster. In brackets are the quartiles
-of the ratio, round by round. *Held* is what the arrays take right after the prompt, as a share of what the plain cache's
+one process. *X plain* is its time over the plain cache's in the same run, median over median: below 1 is faster. In brackets
+are the quartiles of the ratios round by round. *Held* is what the arrays take right after the prompt, as a share of what the plain cache's
 take there, in the dtype of the run. A dash stands where an arm was not measured, or failed."""
 
 _PREFILL = """\
-A prompt in one block. *Update* is that of the cache alone, and *beyond plain* what it takes more than the plain cache's, for
+*Update* is that of the cache alone, and *beyond plain* what it takes more than the plain cache's, for
 each row; *whole* is update and attention of the block; *end* is the last token, with all that ends a prompt."""
 
 _GENERATION = """\
@@ -39,6 +39,8 @@ def overview(runs: Sequence[Run]) -> list[str]:
     arms = dict.fromkeys(result.arm for run in runs for result in run.of_kind("speed"))
     rows = []
     for arm in arms:
+        if arm == "plain":
+            continue
         cells = [_of(run.of_kind("speed"), arm, length) for run, length in columns]
         rows.append([arm, *(DASH if cell is None else f"{cell.figures['seconds_ratio']:.2f}" for cell in cells)])
     return ["**All runs side by side**: time of a step over the plain cache's, by rows before it.", "", *table(
@@ -117,7 +119,7 @@ def _prefill(results: Sequence[Result]) -> list[str]:
                     ms(figures["last_token_seconds"]),
                 ]
             )
-        lines += [f"**A prompt of {length:,} rows.** {_PREFILL}", ""]
+        lines += [f"**A prompt of {length:,} rows** in one block.", "", _PREFILL, ""]
         columns = ("arm", "update, ms", "beyond plain, us a row", "whole, ms", "x plain", "end, ms")
         lines += table(columns, rows)
     return lines
