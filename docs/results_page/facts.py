@@ -27,14 +27,19 @@ def _named(run: Run) -> str:
     return " (SmolLM2-135M-Instruct)" if run.model == "sample" else ""
 
 
-def place(run: Run) -> str:
-    """Where a run was made, in a few words."""
+def place(run: Run, between: str = " ") -> str:
+    """Where a run was made, in a few words.
+
+    Args:
+        run: The run.
+        between: What stands between the back end and what it runs on.
+    """
     here = run.environment
     if here["back_end"] != "cpu":
         name = {"cuda": "CUDA", "metal": "Metal"}.get(here["back_end"], here["back_end"])
-        return f"{name} ({here['machine'].get('gpu')})"
-    blas = "the BLAS of mlx's wheel" if here["blas"].startswith("as mlx") else here["blas"].partition(",")[0]
-    return f"CPU with {blas}"
+        return f"{name},{between}{here['machine'].get('gpu')}"
+    blas = "mlx's own BLAS" if here["blas"].startswith("as mlx") else here["blas"].partition(",")[0]
+    return f"CPU,{between}{blas}"
 
 
 def facts(run: Run, file: str) -> list[str]:

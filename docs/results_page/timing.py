@@ -35,7 +35,7 @@ def overview(runs: Sequence[Run]) -> list[str]:
     if len(runs) < 2:
         return []
     columns = [(run, length) for run in runs for length in _lengths(run.of_kind("speed"))]
-    names = [f"{place(run)}, {run.dtype}: {length:,}" for run, length in columns]
+    names = [f"{place(run, '<br>')}<br>{run.dtype}<br>{length:,} rows" for run, length in columns]
     arms = dict.fromkeys(result.arm for run in runs for result in run.of_kind("speed"))
     rows = []
     for arm in arms:
