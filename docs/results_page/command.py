@@ -7,7 +7,6 @@ import shlex
 from typing import Any
 
 from results_page.intake import SAMPLE
-
 from veloxquant.bench.records import Run
 
 __all__ = ["command_lines"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from results_page.command import command_lines
 from results_page.intake import SAMPLE
 from results_page.markdown import code
-
 from veloxquant.bench.records import Run
 
 __all__ = ["facts", "place", "title"]

@@ -5,17 +5,16 @@ from __future__ import annotations
 from results_page.markdown import DASH
 from results_page.markdown import mib
 from results_page.markdown import table
-
 from veloxquant.bench.records import Result
 from veloxquant.bench.records import Run
 
 __all__ = ["LEGEND", "memory"]
 
 LEGEND = """\
-Each arm ran in a process of its own. *Held* is what the caches' arrays take at the end, spare capacity included, and its
-*share* of plain rows in the dtype of the run. *Peak* is the most that MLX held at once beyond weights and input; *for a moment* is what of the peak was
-held neither before nor after, in the prompt and in the steps. *Process* is the growth of resident memory at its peak,
-buffers kept for reuse included. All but the share in MiB."""
+Each arm ran in a process of its own. *Held* is what the caches' arrays take at the end, spare capacity included, and
+its *share* of plain rows in the dtype of the run. *Peak* is the most that MLX held at once beyond weights and input;
+*for a moment* is what of the peak was held neither before nor after, in the prompt and in the steps. *Process* is the
+growth of resident memory at its peak, buffers kept for reuse included. All but the share in MiB."""
 
 _COLUMNS = (
     "arm",

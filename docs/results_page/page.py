@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
+
 from results_page import memory
 from results_page import quality
 from results_page import timing
 from results_page.facts import facts
 from results_page.facts import title
-
 from veloxquant.bench.records import Run
 from veloxquant.bench.records import read_runs
 
@@ -59,9 +59,9 @@ No runs are recorded yet: nothing is claimed here. [Measuring](guides/benchmarks
 """
 
 _ABOUT = """\
-Everything here comes from runs of `veloxquant bench` that are recorded in the repository, and is written by a program; the
-command of each run stands beside it. [What compression costs on your model](guides/benchmarks.md) says how to measure
-yours, which tells more.
+Everything here comes from runs of `veloxquant bench` that are recorded in the repository, and is written by a
+program; the command of each run stands beside it. [What compression costs on your model](guides/benchmarks.md) says
+how to measure yours, which tells more.
 """
 
 _APPLE = """\
@@ -69,15 +69,15 @@ _APPLE = """\
 """
 
 _BYTES = """\
-**Bytes are counted from the arrays, as a share of plain rows in the dtype of the run.** Codes are of one size whatever the
-dtype, so that in float32 a packed row saves about twice what it saves in 16 bits: a share of 0.25 there can be one of 0.5
-here. Rows that are dropped save the same in both. A record adds up the arrays of a cache and does not tell codes from rows,
-so that a share in 16 bits cannot be computed from one in float32.
+**Bytes are counted from the arrays, as a share of plain rows in the dtype of the run.** Codes are of one size
+whatever the dtype, so that in float32 a packed row saves about twice what it saves in 16 bits: a share of 0.25 there
+can be one of 0.5 here. Rows that are dropped save the same in both. A record adds up the arrays of a cache and does
+not tell codes from rows, so that a share in 16 bits cannot be computed from one in float32.
 """
 
 _BESIDE = """\
-Where the bytes of the same method with the same options were also measured with 16-bit rows, the share there stands in a
-column of its own; the others have a dash.
+Where the bytes of the same method with the same options were also measured with 16-bit rows, the share there stands
+in a column of its own; the others have a dash.
 """
 
 _LEFT_OUT = """\

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from results_page.page import Recorded
 from results_page.page import picture_name
-
 from veloxquant.bench.plot import draw
 from veloxquant.bench.plot_style import Looks
 from veloxquant.errors import VeloxQuantError

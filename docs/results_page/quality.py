@@ -6,17 +6,16 @@ import math
 from collections.abc import Sequence
 
 import attrs
+
 from results_page.intake import stored_verdicts
 from results_page.markdown import DASH
 from results_page.markdown import span
 from results_page.markdown import table
-
 from veloxquant.bench.companions import RECENT
 from veloxquant.bench.companions import TOP
 from veloxquant.bench.records import Result
 from veloxquant.bench.records import Run
 from veloxquant.bench.verdicts import Verdict
-from veloxquant.bench.verdicts import sentences
 
 __all__ = ["GROUPS", "LEGEND", "elsewhere", "identity", "quality"]
 
@@ -29,17 +28,18 @@ GROUPS = (
 """The least share of plain bytes of each group, and what it is called; the groups of fewer bytes come later."""
 
 LEGEND = """\
-A prompt goes through each cache, then the tokens after it one by one, as in generation. *KL* is the divergence of the plain
-cache's predictions from the arm's in nats, its mean with the 95 % interval over the tokens of this text, and its 95th
-percentile; *top-1* says how often both find the same token likeliest. *Held* is what the arrays of the caches take as a
-share of plain rows in the dtype of the run, right after the prompt (by which arms are grouped and sorted) and at the end,
-spare capacity included. *Passkeys* are numbers hidden in other prompts that were found again.
+A prompt goes through each cache, then the tokens after it one by one, as in generation. *KL* is the divergence of the
+plain cache's predictions from the arm's in nats, its mean with the 95 % interval over the tokens of this text, and
+its 95th percentile; *top-1* says how often both find the same token likeliest. *Held* is what the arrays of the
+caches take as a share of plain rows in the dtype of the run, right after the prompt (by which arms are grouped and
+sorted) and at the end, spare capacity included. *Passkeys* are numbers hidden in other prompts that were found again.
 
-The second table of a group says whether an arm beats the simplest evictor (the first four and the newest rows, at the bytes
-of the arm) and mlx-lm's quantized caches. *Yes*: its mean KL is lower beyond chance (95 %, the same tokens). *Level*: the
-difference may be chance. *No*: it is higher. *N/a*: the reference holds fewer bytes and loses more. In brackets are the
-reference's bytes over the arm's, the mean of those after the prompt and at the end. *Over top rows* is the arm's KL over that
-of the exact best choice of as many rows as it reads at a step; what reads few rows cannot do much better than 1."""
+The second table of a group says whether an arm beats the simplest evictor (the first four and the newest rows, at the
+bytes of the arm) and mlx-lm's quantized caches. *Yes*: its mean KL is lower beyond chance (95 %, the same tokens).
+*Level*: the difference may be chance. *No*: it is higher. *N/a*: the reference holds fewer bytes and loses more. In
+brackets are the reference's bytes over the arm's, the mean of those after the prompt and at the end. *Over top rows*
+is the arm's KL over that of the exact best choice of as many rows as it reads at a step; what reads few rows cannot
+do much better than 1."""
 
 _WIDTHS = {"float16", "bfloat16"}
 
@@ -140,8 +140,19 @@ def quality(run: Run, runs: Sequence[Run]) -> list[str]:
         if group:
             lines += [f"**{name}**", "", *_figures(group, needles, run, other)]
             lines += _verdict_table(group, found, results, needles)
-    told = sentences(found)
-    return lines + ([*(f"- {sentence}." for sentence in told), ""] if told else [])
+    return lines + _told(found)
+
+
+def _told(found: Sequence[Verdict]) -> list[str]:
+    """Who does not beat the simplest evictor, in words: whoever reads tables fast must not miss it."""
+    own = [verdict for verdict in found if verdict.kind == RECENT]
+    words = {"loses": "", "level": " (level)"}
+    names = [f"{verdict.arm}{words[verdict.outcome]}" for verdict in own if verdict.told]
+    if not own:
+        return []
+    if not names:
+        return ["Every arm beats the newest rows at its bytes.", ""]
+    return [f"These do not beat the newest rows at their bytes: {', '.join(names)}.", ""]
 
 
 def _what(asked: dict[str, object]) -> str:
@@ -169,9 +180,7 @@ def _plain_line(results: Sequence[Result], needles: Sequence[Result]) -> list[st
     return [f"The plain cache has a perplexity of {plain.figures['perplexity']:.2f}{also}.", ""]
 
 
-def _figures(
-    group: Sequence[Result], needles: Sequence[Result], run: Run, other: Elsewhere | None
-) -> list[str]:
+def _figures(group: Sequence[Result], needles: Sequence[Result], run: Run, other: Elsewhere | None) -> list[str]:
     columns = ["arm", f"held, {run.dtype}", "held at end", "KL", "95 %", "p95", "top-1", "perplexity", "passkeys"]
     if other is not None:
         columns.insert(2, other.heading)

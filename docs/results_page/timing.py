@@ -9,17 +9,17 @@ from results_page.markdown import DASH
 from results_page.markdown import ms
 from results_page.markdown import span
 from results_page.markdown import table
-
 from veloxquant.bench.records import Result
 from veloxquant.bench.records import Run
 
 __all__ = ["LEGEND", "overview", "timing"]
 
 LEGEND = """\
-A step is the update and the attention of one layer on random rows, the median of the rounds in which all arms took turns in
-one process. *X plain* is its time over the plain cache's in the same run, median over median: below 1 is faster. In brackets
-are the quartiles of the ratios round by round. *Held* is what the arrays take right after the prompt, as a share of what the plain cache's
-take there, in the dtype of the run. A dash stands where an arm was not measured, or failed."""
+A step is the update and the attention of one layer on random rows, the median of the rounds in which all arms took
+turns in one process. *X plain* is its time over the plain cache's in the same run, median over median: below 1 is
+faster. In brackets are the quartiles of the ratios round by round. *Held* is what the arrays take right after the
+prompt, as a share of what the plain cache's take there, in the dtype of the run. A dash stands where an arm was not
+measured, or failed."""
 
 _PREFILL = """\
 *Update* is that of the cache alone, and *beyond plain* what it takes more than the plain cache's, for
@@ -35,7 +35,7 @@ def overview(runs: Sequence[Run]) -> list[str]:
     if len(runs) < 2:
         return []
     columns = [(run, length) for run in runs for length in _lengths(run.of_kind("speed"))]
-    names = [f"{place(run, '<br>')}<br>{run.dtype}<br>{length:,} rows" for run, length in columns]
+    names = [f"{place(run, '<br>')}<br>{run.dtype}<br>{length:,}" for run, length in columns]
     arms = dict.fromkeys(result.arm for run in runs for result in run.of_kind("speed"))
     rows = []
     for arm in arms:
