@@ -141,7 +141,7 @@ def test_labels_of_many_lines_stay_apart_and_below_the_title():
 
 def test_labels_of_many_points_do_not_cover_each_other():
     figure, axes = new_figure("title", "note")
-    points = [(place % 4 + 0.1 * (place % 3), place // 4 * 0.2, f"an arm {place}", "black") for place in range(16)]
+    points = [(0.3 * (place % 4), 0.1 * (place // 4), f"an arm {place}", "black") for place in range(16)]
     axes.plot([-1, 6], [-1, 3], linestyle="none")
     place_labels(figure, axes, points)
     figure.draw_without_rendering()
