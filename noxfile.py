@@ -103,6 +103,13 @@ def quality(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def results(session: nox.Session) -> None:
+    """Write docs/results.md and its pictures from docs/results; ``-- take NAME FILE...`` takes runs in first."""
+    _install(session, ["core"], group="results", sample=False)
+    session.run("python", "docs/make_results.py", *session.posargs)
+
+
+@nox.session(default=False)
 def slow(session: nox.Session) -> None:
     """Run the slow tests, which measure on the sample model what the methods promise; they take an hour."""
     _install(session, FOLDERS, group="test")

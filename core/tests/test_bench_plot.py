@@ -1,17 +1,22 @@
 """Pictures of recorded runs."""
 
+import itertools
 import json
 import sys
 
 import pytest
 
 from veloxquant import VeloxQuantError
+from veloxquant.bench.plot_style import new_figure
+from veloxquant.bench.plot_style import place_labels
+from veloxquant.bench.plot_style import spread_labels
 from veloxquant.bench.records import Result
 from veloxquant.bench.records import Writer
 from veloxquant.bench.records import new_run
 from veloxquant.cli import main
 
 pytest.importorskip("matplotlib")
+Text = pytest.importorskip("matplotlib.text").Text
 
 
 def quality(arm, kl, share, method=None, role="method", **more):
@@ -109,3 +114,36 @@ def test_an_error_is_one_of_ours():
 
     with pytest.raises(VeloxQuantError):
         draw([], ".")
+
+
+def overlapping(texts, renderer):
+    """Pairs of labels of which one covers the other by more than a pixel."""
+    boxes = [(text.get_text(), Text.get_window_extent(text, renderer)) for text in texts]
+    return [
+        (name, other)
+        for (name, one), (other, two) in itertools.combinations(boxes, 2)
+        if min(one.x1, two.x1) - max(one.x0, two.x0) > 1 and min(one.y1, two.y1) - max(one.y0, two.y0) > 1
+    ]
+
+
+def test_labels_of_many_lines_stay_apart_and_below_the_title():
+    figure, axes = new_figure("title", "note")
+    ends = [(1.0, 1 + 0.01 * place, f"arm {place}", "black") for place in range(24)]
+    axes.plot([0, 1], [0, 1.3])
+    spread_labels(figure, axes, ends)
+    figure.draw_without_rendering()
+    renderer = figure._get_renderer()
+    assert len(axes.texts) == 24
+    assert overlapping(axes.texts, renderer) == []
+    top = axes.title.get_window_extent(renderer).y0
+    assert all(Text.get_window_extent(text, renderer).y1 <= top for text in axes.texts)
+
+
+def test_labels_of_many_points_do_not_cover_each_other():
+    figure, axes = new_figure("title", "note")
+    points = [(0.3 * (place % 4), 0.1 * (place // 4), f"an arm {place}", "black") for place in range(16)]
+    axes.plot([-1, 6], [-1, 3], linestyle="none")
+    place_labels(figure, axes, points)
+    figure.draw_without_rendering()
+    assert len(axes.texts) == 16
+    assert overlapping(axes.texts, figure._get_renderer()) == []

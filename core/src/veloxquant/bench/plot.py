@@ -12,6 +12,7 @@ from veloxquant.bench.companions import RECENT
 from veloxquant.bench.companions import TOP
 from veloxquant.bench.plot_style import GREY
 from veloxquant.bench.plot_style import Looks
+from veloxquant.bench.plot_style import log_ticks
 from veloxquant.bench.plot_style import new_figure
 from veloxquant.bench.plot_style import place_labels
 from veloxquant.bench.plot_style import save
@@ -26,12 +27,13 @@ _LEAST_KL = 1e-5
 """What is below this is drawn there: on a logarithmic axis there is no zero."""
 
 
-def draw(runs: Iterable[Run], folder: str | Path) -> list[Path]:
+def draw(runs: Iterable[Run], folder: str | Path, looks: Looks | None = None) -> list[Path]:
     """Draw all that can be drawn of some runs, one picture for runs that are alike.
 
     Args:
         runs: The runs; of two results of one arm the later one counts.
         folder: Where to write.
+        looks: Looks that methods have already in pictures drawn before; new methods are added.
 
     Returns:
         The files written, PNG and SVG.
@@ -45,7 +47,7 @@ def draw(runs: Iterable[Run], folder: str | Path) -> list[Path]:
         groups.setdefault(_alike(run), []).append(run)
     files: list[Path] = []
     names: set[str] = set()
-    looks = Looks()  # of all pictures, so that a method looks the same in each
+    looks = looks or Looks()  # of all pictures, so that a method looks the same in each
     for group in groups.values():
         for kind, picture in (("quality", _quality), ("speed", _speed), ("memory", _memory)):
             results = _latest([result for run in group for result in run.of_kind(kind)])
@@ -121,13 +123,29 @@ def _quality(run: Run, results: Sequence[Result], looks: Looks) -> Any:
         marks.append((share, low, high))
     marks += _beside(axes, drawn, results)
     axes.set_yscale("log")
+    if axes.get_legend() is not None:  # above the data
+        low, high = axes.get_ylim()
+        axes.set_ylim(low, high * (high / low) ** 0.15)
+    log_ticks(axes)
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_xlim(left=0, right=max(1.0, *(point[0] for point in points)) * 1.12)
+    _share_axis(axes, [point[0] for point in points])
+    figure.set_figheight(figure.get_figheight() + 0.15 * max(0, len(points) - 8))  # room for the labels
     axes.set_xlabel("bytes held right after the prompt, as a share of plain rows")
     axes.set_ylabel("mean KL to the plain cache, nats (lower is better)")
     axes.axvline(1.0, color=GREY, linewidth=0.9, linestyle=(0, (2, 3)))
     place_labels(figure, axes, points, marks)
     return figure
+
+
+def _share_axis(axes: Any, shares: Sequence[float]) -> None:
+    """An axis on which twice the compression is the same step everywhere: 2x, 4x and 8x stand equally far apart."""
+    ticks = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5)
+    low, high = 0.8 * min(shares), 1.3 * max(1.0, *shares)
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    shown = [tick for tick in ticks if low <= tick <= high]
+    axes.set_xticks(shown, [f"{tick:g}" for tick in shown])
+    axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
 
 
 def _place(result: Result) -> tuple[float, float, float, float]:
@@ -210,6 +228,7 @@ def _lines(figure: Any, axes: Any, series: _Series, looks: Looks) -> Any:
         ends.append((*points[-1], name, look.colour))
     axes.set_xscale("log")
     axes.set_yscale("log")
+    log_ticks(axes)
     axes.set_xticks(lengths, [f"{length:,.0f}" for length in lengths])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:,.4g}")

@@ -11,7 +11,7 @@ import attrs
 
 from veloxquant.errors import VeloxQuantError
 
-__all__ = ["GREY", "Look", "Looks", "new_figure", "place_labels", "save", "spread_labels"]
+__all__ = ["GREY", "Look", "Looks", "log_ticks", "new_figure", "place_labels", "save", "spread_labels"]
 
 # Okabe and Ito's palette without black and yellow, which serve for references and are pale on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -103,6 +103,14 @@ def new_figure(title: str, note: str) -> tuple[Any, Any]:
     return figure, axes
 
 
+def log_ticks(axes: Any) -> None:
+    """Ticks at 1, 2 and 5 of each decade where few decades are shown: at least two of them can be read then."""
+    ticker = importlib.import_module("matplotlib.ticker")
+    low, high = axes.get_ylim()
+    if high < 200 * low:
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0), numticks=20))
+
+
 def place_labels(
     figure: Any,
     axes: Any,
@@ -122,39 +130,52 @@ def place_labels(
     taken = [_box(axes, x, y, y) for x, y, _, _ in points] + [_box(axes, *mark) for mark in marks]
     frame = axes.get_window_extent(renderer)
     for x, y, text, colour in points:
-        best: tuple[float, Any, Any] | None = None
-        for dx, dy, horizontal in _OFFSETS:
-            label = axes.annotate(
-                text,
-                (x, y),
-                xytext=(dx, dy),
-                textcoords="offset points",
-                ha=horizontal,
-                va="center",
-                fontsize=9,
-                color=colour,
-                bbox=_PATCH,
-                zorder=1.5,
-            )
+        best: tuple[float, tuple[float, float, str], Any] | None = None
+        for place in _OFFSETS:
+            label = _beside_point(axes, (x, y), text, colour, place)
             box = label.get_window_extent(renderer)
-            cost = sum(_overlap(box, other) for other in taken) + 3 * _outside(box, frame) + 0.1 * abs(dy)
+            label.remove()
+            cost = sum(_overlap(box, other) for other in taken) + 3 * _outside(box, frame) + 0.1 * abs(place[1])
             if best is None or cost < best[0]:
-                if best is not None:
-                    best[1].remove()
-                best = (cost, label, box)
-            else:
-                label.remove()
+                best = (cost, place, box)
         assert best is not None
+        far = abs(best[1][1]) > _NEAR
+        _beside_point(axes, (x, y), text, colour, best[1], arrowprops=_leader(colour) if far else None)
         taken.append(best[2])
+
+
+def _beside_point(
+    axes: Any, point: tuple[float, float], text: str, colour: str, place: tuple[float, float, str], **more: Any
+) -> Any:
+    dx, dy, side = place
+    return axes.annotate(
+        text,
+        point,
+        xytext=(dx, dy),
+        textcoords="offset points",
+        ha=side,
+        va="center",
+        fontsize=9,
+        color=colour,
+        bbox=_PATCH,
+        zorder=1.5,
+        **more,
+    )
 
 
 # Right, left, above, below, then farther away; in points.
 _OFFSETS = tuple(
     (dx, dy, side)
-    for dy in (0, 11, -11, 22, -22, 33, -33)
+    for dy in (0, *(sign * height for height in range(11, 100, 11) for sign in (1, -1)))
     for dx, side in ((9, "left"), (-9, "right"), (0, "center"))
     if dy or side != "center"
 )
+_NEAR = 12
+"""Labels farther from what they name, in points, are joined to it by a thin line."""
+
+
+def _leader(colour: str) -> dict[str, Any]:
+    return {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.7, "shrinkA": 1, "shrinkB": 3}
 
 
 def spread_labels(figure: Any, axes: Any, points: Sequence[tuple[float, float, str, str]]) -> None:
@@ -169,24 +190,40 @@ def spread_labels(figure: Any, axes: Any, points: Sequence[tuple[float, float, s
     scale = 72 / figure.dpi
     ends = [(axes.transData.transform((x, y))[1] * scale, x, y, text, colour) for x, y, text, colour in points]
     ends.sort()
-    height, places = 11.5, [end[0] for end in ends]
-    for _ in range(200):  # pushed apart pairwise until no two are closer than a line of text
-        for one in range(len(places) - 1):
-            gap = height - (places[one + 1] - places[one])
-            if gap > 0:
-                places[one] -= gap / 2
-                places[one + 1] += gap / 2
+    frame = axes.get_window_extent()
+    low, high = frame.y0 * scale, frame.y1 * scale - 4  # not into the title
+    height = min(11.5, (high - low) / max(1, len(ends) - 1))
+    places = _apart([end[0] for end in ends], height, low, high)
     for place, (own, x, y, text, colour) in zip(places, ends, strict=True):
         axes.annotate(
             text,
             (x, y),
-            xytext=(10, place - own),
+            xytext=(14, place - own),
             textcoords="offset points",
             va="center",
-            fontsize=9,
+            fontsize=min(9, 0.8 * height),
             color=colour,
             annotation_clip=False,
+            arrowprops={**_leader(colour), "relpos": (0, 0.5)} if abs(place - own) > height / 2 else None,
         )
+
+
+def _apart(places: Sequence[float], height: float, low: float, high: float) -> list[float]:
+    """Move sorted places apart until no two are closer than ``height``, between two ends."""
+    found = list(places)
+    for _ in range(200):
+        for one in range(len(found) - 1):
+            gap = height - (found[one + 1] - found[one])
+            if gap > 0:
+                found[one] -= gap / 2
+                found[one + 1] += gap / 2
+    for one in range(len(found)):
+        least = low if one == 0 else found[one - 1] + height
+        found[one] = max(found[one], least)
+    for one in reversed(range(len(found))):
+        most = high if one == len(found) - 1 else found[one + 1] - height
+        found[one] = min(found[one], most)
+    return found
 
 
 def _box(axes: Any, x: float, low: float, high: float, reach: float = 5) -> Any:

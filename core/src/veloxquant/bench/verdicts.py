@@ -17,6 +17,8 @@ __all__ = ["Verdict", "bytes_of", "sentences", "verdicts"]
 SAME = 1.02
 """Bytes up to this factor count as the same."""
 
+_WORDS = {"beats": "yes", "level": "level", "loses": "no", "smaller": "n/a"}
+
 
 @attrs.frozen(kw_only=True)
 class Verdict:
@@ -48,6 +50,11 @@ class Verdict:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return attrs.asdict(self)
+
+    @property
+    def words(self) -> str:
+        """What tables say: the outcome, and the reference's bytes over the arm's."""
+        return f"{_WORDS[self.outcome]} ({self.bytes_ratio:.2f})"
 
     @property
     def told(self) -> bool:

@@ -36,8 +36,6 @@ _VERDICT_LEGEND = (
     "arm over that of the best choice of as many rows."
 )
 
-_WORDS = {"beats": "yes", "level": "level", "loses": "no", "smaller": "n/a"}
-
 
 def show_quality(run: Run, skipped: Sequence[Skipped] = (), left_out: Sequence[LeftOut] = ()) -> None:
     """Show a run, whole or not.
@@ -157,7 +155,7 @@ def _verdict_rows(found: Sequence[Verdict]) -> tuple[tuple[str, ...], list[tuple
 
 
 def _cell(verdict: Verdict | None) -> str:
-    return "-" if verdict is None else f"{_WORDS[verdict.outcome]} ({verdict.bytes_ratio:.2f})"
+    return "-" if verdict is None else verdict.words
 
 
 def _needle_rows(needles: Sequence[Result]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

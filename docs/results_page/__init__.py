@@ -1,0 +1,1 @@
+"""The page of recorded runs: ``make_results.py`` writes it."""
