@@ -118,15 +118,14 @@ def slow(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def peers(session: nox.Session) -> None:
-    """Measure quality and speed beside other libraries, which are installed here alone; posargs go to both."""
+    """Measure quality and speed beside other libraries, which are installed here alone; posargs go to quality."""
     _install(session, FOLDERS, group=None)
     # Without its dependencies, of which veloxquant brings most: it must not choose the versions.
     session.install("--no-deps", *_group("peers"))
     session.install(*_group("peers-need"))
     env = _openblas(session)
     session.run("veloxquant", "bench", "quality", "--peer", "veloxquant-mlx", *session.posargs, env=env)
-    if "speed" in session.run("veloxquant", "bench", "--help", silent=True):
-        session.run("veloxquant", "bench", "speed", "--peer", "veloxquant-mlx", *session.posargs)
+    session.run("veloxquant", "bench", "speed", "--peer", "veloxquant-mlx")
 
 
 @nox.session(default=False)

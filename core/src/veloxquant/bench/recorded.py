@@ -1,8 +1,9 @@
 """Recorded quality, and whether a method has fallen behind it: ``python -m veloxquant.bench.recorded FILE``.
 
-A small JSON file names a text, some arms, and what they once cost on the sample model. Figures of one machine repeat to
-about a thousandth; another BLAS or processor moves them a little more, since a near tie of two rows or two codes then
-falls the other way. What is beyond that is a fault, and fails.
+A small JSON file names a text, some arms, and what they once cost on the sample model. Where sums are rounded
+otherwise, a near tie of two rows or two codes falls the other way. Between MLX on a CPU with OpenBLAS and MLX on an
+H200, mean KL of 256 tokens moved by less than half a percent for methods that keep rows as they came, and by up to two
+percent over packed rows. The limits are five times that; what is beyond them is a fault, and fails.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from veloxquant.errors import VeloxQuantError
 __all__ = ["KL_SHARE", "KL_STEP", "Recorded", "fallen_behind", "main", "read_recorded", "record", "rows"]
 
 KL_SHARE = 0.1
-"""Share by which a mean KL may exceed the recorded one."""
+"""Share by which a mean KL may exceed the recorded one: five times what another back end moved it by."""
 
 KL_STEP = 2e-4
 """What it may exceed it by in any case, in nats: what rounding alone costs, and a little more."""
