@@ -272,6 +272,14 @@ def test_a_codebook_of_another_rotation_is_refused(files):
         veloxquant.make_prompt_cache(other, "a2ats", {**OPTIONS, "codebook": str(files["compress"])})
 
 
+def test_two_rotations_that_differ_in_their_pairs_are_told_apart(files):
+    other = tiny_llama(**SHAPE)
+    for layer in other.layers:
+        layer.self_attn.rope.traditional = True
+    with pytest.raises(ConfigError, match=r"layer 0 has 16 channels, .*, traditional\)"):
+        veloxquant.make_prompt_cache(other, "a2ats", {**OPTIONS, "codebook": str(files["compress"])})
+
+
 def test_a_bare_cache_is_held_to_the_codebook_too(files):
     config = {**OPTIONS, "codebook": str(files["compress"])}
     for layer in (LayerSpec(head_dim=16), LayerSpec(), None):

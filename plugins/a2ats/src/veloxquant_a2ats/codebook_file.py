@@ -234,4 +234,6 @@ def _check(header: Header, config: A2ATSConfig, layer: LayerSpec, rope: Rope | N
 def _short(rope: Rope) -> str:
     """The rotation in a few words."""
     waves = "" if rope.frequencies is None else ", own frequencies"
-    return f"{rope.dims} channels, base {rope.base}, scale {rope.scale}{waves}"
+    pairs = ", traditional" if rope.traditional else ""
+    size = "" if rope.magnitude == 1.0 else f", magnitude {rope.magnitude}"
+    return f"{rope.dims} channels, base {rope.base}, scale {rope.scale}{waves}{pairs}{size}"
