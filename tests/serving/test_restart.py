@@ -8,12 +8,11 @@ from pathlib import Path
 import openai
 import pytest
 
-STORY = (
-    "The lighthouse keeper wrote every evening into a thick book what he had seen during the day: ships and their "
-    "flags, birds, storms, and once a whale. On Sundays he read aloud from it to his dog. "
-)
+pytestmark = [pytest.mark.serving, pytest.mark.slow]
+
+STORY = "The lighthouse keeper wrote every evening into a thick book what he had seen: ships, birds, and a whale. "
 NEVER_ENDING = {"0": -100, "2": -100}
-SNAPKV = ("--method", "snapkv", "--set", "budget=32", "--set", "window=16")
+SNAPKV = ("--method", "snapkv", "--set", "budget=12", "--set", "window=4")
 EXACT = ("--method", "turboquant_rvq", "--set", "recent=0", "--set", "sinks=0")
 
 
@@ -76,7 +75,7 @@ def test_a_conversation_goes_on_after_a_restart_and_other_options_share_nothing(
     after = client_of(server).completions.create(model="default_model", prompt=longer, max_tokens=2)
     assert after.usage.prompt_tokens_details.cached_tokens >= before.usage.total_tokens - 2
     assert server.stop() == 0
-    other = start("--method", "snapkv", "--set", "budget=36", "--set", "window=16", "--cache-dir", str(folder))
+    other = start("--method", "snapkv", "--set", "budget=10", "--set", "window=4", "--cache-dir", str(folder))
     client_of(other).completions.create(model="default_model", prompt=STORY, max_tokens=1)
     stats = other.stats()
     assert stats["prompt_cache"]["hits"] == {"memory": 0, "disk": 0}
