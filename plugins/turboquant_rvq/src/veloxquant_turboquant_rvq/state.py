@@ -58,19 +58,27 @@ class TurboQuantRVQState:
         before = self.rows.count
         new = ExactRows(keys, values if self.config.value_bits else None)
         self.rows.append(keys, values)
-        fresh = new if self.newest is None else self._recent().followed_by(new)
+        fresh = self._fresh(new)
         self.fresh = fresh if self.layer.routed else None
         if before < self.config.sinks:
             first = new if self.first is None else self.first.followed_by(new)
             self.first = first.part(0, self.config.sinks)
-        if self.config.recent:
-            newest = new if self.newest is None else self.newest.followed_by(new)
-            self.newest = newest.part(max(0, newest.count - self.config.recent - SPARE), newest.count)
         return self._returned(fresh)
 
-    def _recent(self) -> ExactRows:
-        assert self.newest is not None  # the caller has looked
-        return self.newest.part(max(0, self.newest.count - self.config.recent), self.newest.count)
+    def _fresh(self, new: ExactRows) -> ExactRows:
+        """Take new rows among the newest; the recent rows followed by them."""
+        if self.config.recent == 0:
+            return new
+        limit, before = self.config.recent + SPARE, 0 if self.newest is None else self.newest.count
+        if self.newest is None or new.count >= limit:
+            fresh = new if self.newest is None else self.newest.last(min(before, self.config.recent)).followed_by(new)
+            self.newest = new.part(max(0, new.count - limit), new.count)
+            return fresh
+        # What is joined is a copy already.
+        whole = self.newest.last(min(before, max(limit - new.count, self.config.recent))).followed_by(new)
+        fresh = whole.last(min(before, self.config.recent) + new.count)
+        self.newest = whole if whole.count <= limit else whole.part(whole.count - limit, whole.count)
+        return fresh
 
     def _returned(self, fresh: ExactRows) -> tuple[mx.array, mx.array]:
         """All rows, those of them that are held as they came in the place of what was packed."""
@@ -96,10 +104,6 @@ class TurboQuantRVQState:
         if exact.values is not None:
             return exact.values
         return self.rows.values_as_they_came()[:, :, end - exact.count : end]
-
-    def pair(self, exact: ExactRows, end: int) -> tuple[mx.array, mx.array]:
-        """Keys and values of exact rows that end before row ``end``."""
-        return exact.keys, self._values_of(exact, end)
 
     def trim(self, count: int) -> None:
         """Forget the last ``count`` tokens."""
