@@ -50,15 +50,15 @@ def until(condition, seconds=60):
 
 
 def test_parallel_requests_get_their_own_answers(server, ask):
-    questions = {country: question(country, filler) for filler, country in enumerate(CAPITALS)}
+    questions = {country: question(country, max(0, place - 3)) for place, country in enumerate(CAPITALS)}
     with ThreadPoolExecutor(8) as pool:
         together = dict(zip(questions, pool.map(lambda text: ask(server, text), questions.values()), strict=True))
     for country, answer in together.items():
         assert CAPITALS[country] in answer, f"{country}: {answer}"
         others = [name for name in CAPITALS.values() if name != CAPITALS[country]]
         assert not any(name in answer for name in others), f"{country}: {answer}"
-    # Three of them, the longest among them: with the BLAS that mlx brings all would take a minute.
-    for country in list(CAPITALS)[2::2]:
+    # Two of them, the longest one too: with the BLAS that mlx brings all would take long.
+    for country in list(CAPITALS)[3::4]:
         assert ask(server, questions[country], seed=1) == together[country]
 
 
@@ -214,13 +214,13 @@ def test_other_methods_serve_and_tell(start, client_of, words):
 
 
 def test_memory_returns(start, ask):
-    server = start("--method", "snapkv", "--set", "budget=48", "--prompt-cache-size", "4")
+    server = start("--method", "snapkv", "--set", "budget=9", "--set", "window=4", "--prompt-cache-size", "4")
     resident = []
-    for number in range(16):
+    for number in range(10):
         ask(server, f"Number {number}, {number * 37}", count=3)
         resident.append(server.resident_bytes())
     stats = server.stats()
     assert stats["running"]["bytes_held"] == 0
     assert stats["prompt_cache"]["entries"] <= 4
     assert stats["caches"]["bytes_held"] == stats["prompt_cache"]["bytes_held"] < 30_000_000
-    assert resident[-1] - resident[5] < 100_000_000
+    assert resident[-1] - resident[4] < 100_000_000
