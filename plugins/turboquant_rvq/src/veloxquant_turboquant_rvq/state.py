@@ -88,16 +88,19 @@ class TurboQuantRVQState:
         # Only now, after the new rows were written: a view taken before would keep the buffer from being written in
         # place.
         keys, values = self.rows.keys_values()
-        held = ExactRows(keys[:, :, :end], values[:, :, :end] if self.config.value_bits else None)
         first = self.leading(end)
-        if first is not None:
-            held = first.followed_by(held.part(first.count, end))
-        whole = held.followed_by(fresh)
-        return whole.keys, values if whole.values is None else whole.values
+        start = 0 if first is None else first.count
+        exact = [fresh] if first is None else [first, fresh]
+        keys = _with_rows(keys[:, :, start:end], [rows.keys for rows in exact])
+        if fresh.values is not None:
+            values = _with_rows(values[:, :, start:end], [rows.values for rows in exact if rows.values is not None])
+        return keys, values
 
     def leading(self, end: int) -> ExactRows | None:
         """The first rows as they came, none of them at or beyond ``end``."""
-        return None if self.first is None or end == 0 else self.first.part(0, min(self.first.count, end))
+        if self.first is None or end == 0:
+            return None
+        return self.first if self.first.count <= end else self.first.part(0, end)
 
     def _values_of(self, exact: ExactRows, end: int) -> mx.array:
         """Values of exact rows that end before row ``end``."""
@@ -147,3 +150,8 @@ class TurboQuantRVQState:
             for name in names
         )
         return state
+
+
+def _with_rows(packed: mx.array, exact: list[mx.array]) -> mx.array:
+    """Rebuilt rows between those that come first and those that come last."""
+    return mx.concatenate([*exact[:-1], packed, exact[-1]], axis=2)
