@@ -29,8 +29,9 @@ PLUGINS = [nox.param(folder, id=folder.removeprefix("plugins/")) for folder in F
 
 RECORDED = "tests/recorded_quality.json"
 FAST = "not slow"
-SLOW = "slow and not distributed and not docs"
+SLOW = "slow and not distributed and not docs and not serving"
 DISTRIBUTED = "distributed"
+SERVING = "serving or not slow"
 DOCS = "docs or not slow"
 
 # What must work where nothing but the wheels is installed; the last one runs the code of four of them.
@@ -149,6 +150,13 @@ def distributed(session: nox.Session) -> None:
     """Shard models over two and three processes on this machine and compare them with one process."""
     _install(session, FOLDERS, group="test")
     _test(session, DISTRIBUTED, "tests/distributed", env=_openblas(session))
+
+
+@nox.session(default=False)
+def serving(session: nox.Session) -> None:
+    """Start servers, send them requests of every kind, end them in the middle, and start them again."""
+    _install(session, FOLDERS, group="test")
+    _test(session, SERVING, "tests/serving", env=_openblas(session))
 
 
 @nox.session(default=False)

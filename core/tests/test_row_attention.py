@@ -64,6 +64,19 @@ def test_rows_that_are_given_count_as_given(length, first, last):
     np.testing.assert_allclose(np.array(output), reference(queries, keys, values, 0.3), atol=2e-6)
 
 
+@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize("first", [0, 5])
+def test_values_that_the_store_holds_as_they_came_need_not_be_given(length, first):
+    queries = normal(BATCH, KV_HEADS * GROUP, length, DIM)
+    keys = KEYS.copy()
+    keys[:, :, ROWS - 9 :] += 1.0
+    keys[:, :, :first] -= 0.5
+    last = exact(ROWS - 9, ROWS, 1.0)[0], None
+    before = (exact(0, first, -0.5)[0], None) if first else None
+    output = attend_rows(store(), mx.array(queries), last, 0.3, "causal", first=before)
+    np.testing.assert_allclose(np.array(output), reference(queries, keys, VALUES, 0.3), atol=2e-6)
+
+
 @pytest.mark.parametrize("kind", ["bool", "added", "per head"])
 def test_mask_arrays(kind):
     queries = normal(BATCH, KV_HEADS * GROUP, 3, DIM)

@@ -45,12 +45,10 @@ def client_of():
 
 @pytest.fixture(scope="session")
 def ask(client_of):
-    """Ask a server one question, greedily; the text of the answer."""
+    """Let a server go on with a text, greedily; what it says."""
 
-    def run(server, question, count=8, **options):
-        answer = client_of(server).chat.completions.create(
-            model="default_model", messages=[{"role": "user", "content": question}], max_tokens=count, **options
-        )
-        return answer.choices[0].message.content
+    def run(server, prompt, count=3, **options):
+        answer = client_of(server).completions.create(model="default_model", prompt=prompt, max_tokens=count, **options)
+        return answer.choices[0].text
 
     return run

@@ -13,6 +13,8 @@ import urllib.request
 import attrs
 
 START_SECONDS = 120
+STOP_SECONDS = 20
+"""The server gives itself eight, and the machine may be busy."""
 PLAIN = """
 import sys
 from mlx_lm import server
@@ -96,7 +98,7 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(60)
+            return self.process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
             raise

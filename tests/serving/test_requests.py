@@ -1,4 +1,7 @@
-"""Requests of every kind to one server, through the client that its users have."""
+"""Requests of every kind to one server, through the client that its users have.
+
+Prompts are short: the BLAS that mlx brings processes some twenty tokens a second.
+"""
 
 import json
 import socket
@@ -7,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+
+pytestmark = [pytest.mark.serving, pytest.mark.slow]
 
 CAPITALS = {
     "France": "Paris",
@@ -20,18 +25,21 @@ CAPITALS = {
 }
 NEVER_ENDING = {"0": -100, "2": -100}
 METHODS = {
-    "snapkv": ("--set", "budget=48", "--set", "window=16"),
+    "snapkv": ("--set", "budget=12", "--set", "window=4"),
     "turboquant_rvq": (),
 }
 
 
 def question(country, filler=0):
-    return "Please answer in one short sentence. " * filler + f"What is the capital of {country}?"
+    return "Well, " * filler + f"the capital of {country} is"
 
 
 @pytest.fixture(scope="module", params=METHODS)
 def server(request, start):
     return start("--method", request.param, *METHODS[request.param], "--prompt-cache-size", "40")
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the capital of France?"}]
 
 
 def until(condition, seconds=60):
@@ -42,21 +50,22 @@ def until(condition, seconds=60):
 
 
 def test_parallel_requests_get_their_own_answers(server, ask):
-    questions = {country: question(country, filler) for filler, country in enumerate(CAPITALS)}
+    questions = {country: question(country, max(0, place - 3)) for place, country in enumerate(CAPITALS)}
     with ThreadPoolExecutor(8) as pool:
         together = dict(zip(questions, pool.map(lambda text: ask(server, text), questions.values()), strict=True))
     for country, answer in together.items():
         assert CAPITALS[country] in answer, f"{country}: {answer}"
         others = [name for name in CAPITALS.values() if name != CAPITALS[country]]
         assert not any(name in answer for name in others), f"{country}: {answer}"
-    alone = {country: ask(server, text, seed=1) for country, text in questions.items()}
-    assert alone == together
+    # Two of them, the longest one too: with the BLAS that mlx brings all would take long.
+    for country in list(CAPITALS)[3::4]:
+        assert ask(server, questions[country], seed=1) == together[country]
 
 
-def test_streamed_and_whole_answers_are_the_same_text(server, client_of, ask):
+def test_streamed_and_whole_answers_are_the_same_text(server, client_of):
     chunks = client_of(server).chat.completions.create(
         model="default_model",
-        messages=[{"role": "user", "content": question("France", 1)}],
+        messages=MESSAGES,
         max_tokens=8,
         stream=True,
         stream_options={"include_usage": True},
@@ -65,8 +74,9 @@ def test_streamed_and_whole_answers_are_the_same_text(server, client_of, ask):
     for chunk in chunks:
         parts += [choice.delta.content or "" for choice in chunk.choices]
         usage = chunk.usage or usage
-    assert "".join(parts) == ask(server, question("France", 1))
-    assert usage.completion_tokens == 8 or "Paris" in "".join(parts)
+    whole = client_of(server).chat.completions.create(model="default_model", messages=MESSAGES, max_tokens=8)
+    assert "".join(parts) == whole.choices[0].message.content
+    assert usage.completion_tokens == whole.usage.completion_tokens > 1
 
 
 def test_a_repeated_prompt_is_found(server, client_of):
@@ -85,10 +95,10 @@ def test_a_repeated_prompt_is_found(server, client_of):
 
 
 def test_a_growing_conversation_goes_on_from_its_cache(server, client_of):
-    messages = [{"role": "user", "content": "My name is Ada and I like the colour green. Greet me in a few words."}]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "My name is Ada."}]
     seen = 0
     for follow in ("What is my name?", "Thank you."):
-        answer = client_of(server).chat.completions.create(model="default_model", messages=messages, max_tokens=16)
+        answer = client_of(server).chat.completions.create(model="default_model", messages=messages, max_tokens=6)
         if seen:
             # All but the new message: an answer that was cut off ends with other tokens than the template puts.
             assert answer.usage.prompt_tokens_details.cached_tokens >= seen - 2
@@ -204,13 +214,13 @@ def test_other_methods_serve_and_tell(start, client_of, words):
 
 
 def test_memory_returns(start, ask):
-    server = start("--method", "snapkv", "--set", "budget=48", "--prompt-cache-size", "4")
+    server = start("--method", "snapkv", "--set", "budget=9", "--set", "window=4", "--prompt-cache-size", "4")
     resident = []
-    for number in range(30):
-        ask(server, f"Repeat the number {number} and the number {number * 37}.", count=3)
+    for number in range(10):
+        ask(server, f"Number {number}, {number * 37}", count=3)
         resident.append(server.resident_bytes())
     stats = server.stats()
     assert stats["running"]["bytes_held"] == 0
     assert stats["prompt_cache"]["entries"] <= 4
     assert stats["caches"]["bytes_held"] == stats["prompt_cache"]["bytes_held"] < 30_000_000
-    assert resident[-1] - resident[9] < 100_000_000
+    assert resident[-1] - resident[4] < 100_000_000

@@ -8,12 +8,12 @@ from pathlib import Path
 import openai
 import pytest
 
-STORY = (
-    "The lighthouse keeper wrote every evening into a thick book what he had seen during the day: ships and their "
-    "flags, birds, storms, and once a whale. On Sundays he read aloud from it to his dog. "
-)
+pytestmark = [pytest.mark.serving, pytest.mark.slow]
+
+# Its continuation is sure, and is made of the same tokens when it comes back as text.
+WEEK = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, Monday, Tuesday, Wednesday,"
 NEVER_ENDING = {"0": -100, "2": -100}
-SNAPKV = ("--method", "snapkv", "--set", "budget=32", "--set", "window=16")
+SNAPKV = ("--method", "snapkv", "--set", "budget=12", "--set", "window=4")
 EXACT = ("--method", "turboquant_rvq", "--set", "recent=0", "--set", "sinks=0")
 
 
@@ -33,7 +33,7 @@ def restarted(start, folder, words, prompts, client_of):
 
     def unfinished():
         with pytest.raises(openai.APIConnectionError):
-            complete(model="default_model", prompt=f"Unfinished: {STORY}", max_tokens=500, logit_bias=NEVER_ENDING)
+            complete(model="default_model", prompt=f"Unfinished: {WEEK}", max_tokens=500, logit_bias=NEVER_ENDING)
 
     thread = threading.Thread(target=unfinished)
     thread.start()
@@ -49,8 +49,8 @@ def restarted(start, folder, words, prompts, client_of):
 @pytest.mark.parametrize("words", [SNAPKV, EXACT], ids=["snapkv", "turboquant_rvq"])
 def test_a_known_prompt_is_not_processed_again(start, client_of, tmp_path, words):
     folder = tmp_path / "caches"
-    (before,), server = restarted(start, folder, words, [STORY], client_of)
-    after = client_of(server).completions.create(model="default_model", prompt=STORY, max_tokens=6)
+    (before,), server = restarted(start, folder, words, [WEEK], client_of)
+    after = client_of(server).completions.create(model="default_model", prompt=WEEK, max_tokens=6)
     stats = server.stats()
     assert stats["tokens"]["prefilled"] == 1
     assert stats["prompt_cache"]["hits"] == {"memory": 0, "disk": 1}
@@ -71,13 +71,13 @@ def test_a_known_prompt_is_not_processed_again(start, client_of, tmp_path, words
 
 def test_a_conversation_goes_on_after_a_restart_and_other_options_share_nothing(start, client_of, tmp_path):
     folder = tmp_path / "caches"
-    (before,), server = restarted(start, folder, SNAPKV, [STORY], client_of)
-    longer = STORY + before.choices[0].text + " Then"
+    (before,), server = restarted(start, folder, SNAPKV, [WEEK], client_of)
+    longer = f"{WEEK} {before.choices[0].text.strip()} Then"
     after = client_of(server).completions.create(model="default_model", prompt=longer, max_tokens=2)
     assert after.usage.prompt_tokens_details.cached_tokens >= before.usage.total_tokens - 2
     assert server.stop() == 0
-    other = start("--method", "snapkv", "--set", "budget=36", "--set", "window=16", "--cache-dir", str(folder))
-    client_of(other).completions.create(model="default_model", prompt=STORY, max_tokens=1)
+    other = start("--method", "snapkv", "--set", "budget=10", "--set", "window=4", "--cache-dir", str(folder))
+    client_of(other).completions.create(model="default_model", prompt=WEEK, max_tokens=1)
     stats = other.stats()
     assert stats["prompt_cache"]["hits"] == {"memory": 0, "disk": 0}
     assert stats["disk"]["set_aside"] == 0
@@ -87,7 +87,7 @@ def test_a_conversation_goes_on_after_a_restart_and_other_options_share_nothing(
 def test_a_damaged_file_is_set_aside_and_counted(start, client_of, tmp_path):
     folder = tmp_path / "caches"
     server = start(*SNAPKV, "--cache-dir", str(folder))
-    before = client_of(server).completions.create(model="default_model", prompt=STORY, max_tokens=6)
+    before = client_of(server).completions.create(model="default_model", prompt=WEEK, max_tokens=6)
     written(server, 1)
     assert server.stop() == 0
     (path,) = folder.glob("[0-9a-f]*.safetensors")
@@ -95,7 +95,7 @@ def test_a_damaged_file_is_set_aside_and_counted(start, client_of, tmp_path):
     content[-100] ^= 1
     path.write_bytes(content)
     again = start(*SNAPKV, "--cache-dir", str(folder))
-    after = client_of(again).completions.create(model="default_model", prompt=STORY, max_tokens=6)
+    after = client_of(again).completions.create(model="default_model", prompt=WEEK, max_tokens=6)
     stats = again.stats()
     assert after.choices[0].text == before.choices[0].text
     assert stats["prompt_cache"]["hits"]["disk"] == 0

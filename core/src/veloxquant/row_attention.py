@@ -16,12 +16,12 @@ __all__ = ["attend_rows", "masked_weights"]
 def attend_rows(
     store: RowStore,
     queries: mx.array,
-    last: tuple[mx.array, mx.array],
+    last: tuple[mx.array, mx.array | None],
     scale: float,
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
     *,
-    first: tuple[mx.array, mx.array] | None = None,
+    first: tuple[mx.array, mx.array | None] | None = None,
 ) -> mx.array:
     """Attend to the stored rows through ``scores`` and ``mix``; no stored row is rebuilt.
 
@@ -31,7 +31,8 @@ def attend_rows(
     Args:
         store: All rows.
         queries: Queries of the last L rows ``[B, Hq, L, Dk]``.
-        last: Keys and values of the last E rows ``[B, Hkv, E, D]``, E >= L.
+        last: Keys and values of the last E rows ``[B, Hkv, E, D]``, E >= L. Without values, here and in ``first``, the
+            store holds those as they came, and one sum takes all.
         scale: Factor on the logits.
         mask: None, ``"causal"``, or an array that broadcasts to ``[B, Hq, L, rows]``.
         sinks: Sink logits ``[Hq]``, or None.
@@ -51,16 +52,23 @@ def attend_rows(
     if first is not None:
         parts.insert(0, products(queries, first[0]))
     weights = masked_weights(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1), scale, mask, sinks)
-    output = _mix(weights[..., end:], last[1])
-    if start < end:
-        inner = weights[..., start:end]
-        output = output + store.mix(mx.pad(inner, [(0, 0), (0, 0), (0, 0), (start, 0)]) if start else inner)
-    if first is not None:
-        output = output + _mix(weights[..., :start], first[1])
+    output = _mixed(store, weights, last[1], None if first is None else first[1], start, end)
     if queries.dtype == mx.float16:
         # Rows near the limit of fp16 may be beyond it after rounding.
         output = mx.clip(output, -65504.0, 65504.0)
     return output.astype(queries.dtype)
+
+
+def _mixed(
+    store: RowStore, weights: mx.array, last: mx.array | None, first: mx.array | None, start: int, end: int
+) -> mx.array:
+    if last is None:
+        return store.mix(weights)
+    output = _mix(weights[..., end:], last)
+    if start < end:
+        inner = weights[..., start:end]
+        output = output + store.mix(mx.pad(inner, [(0, 0), (0, 0), (0, 0), (start, 0)]) if start else inner)
+    return output if first is None else output + _mix(weights[..., :start], first)
 
 
 def masked_weights(

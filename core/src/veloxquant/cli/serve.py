@@ -19,6 +19,8 @@ __all__ = ["PASS_ON", "serve"]
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Settings of the command: options that are not ours are for mlx-lm's server."""
 
+INTERRUPTED = 130
+
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -60,11 +62,17 @@ def serve(
         checkpoints=not no_checkpoints,
         own_options=[name for option in context.command.params for name in option.opts],
     )
-    run(["--model", sample or model, *context.args], options)
-    # All is written and closed. MLX's threads now and then abort a process that is taken down while they exist.
+    code = 0
+    try:
+        run(["--model", sample or model, *context.args], options)
+    except KeyboardInterrupt:  # before it served, or a second time
+        print("\ninterrupted", file=sys.stderr)
+        code = INTERRUPTED
+    # All is written and closed. MLX's threads now and then abort a process that is taken down while they exist, and a
+    # step over a long prompt, or a model that is loading, would keep it alive for minutes.
     logging.shutdown()
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def _sample_folder() -> str:

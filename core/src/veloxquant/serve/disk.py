@@ -38,6 +38,8 @@ MIN_TOKENS = 16
 """Shorter prompts are processed sooner than read."""
 MAX_WAITING_BYTES = 1 << 30
 """Bytes of caches that wait to be written; they are held in memory until then."""
+CLOSE_SECONDS = 5.0
+"""How long files that wait to be written are waited for at the end."""
 
 
 @attrs.define
@@ -238,7 +240,11 @@ class DiskStore:
             }
 
     def close(self) -> None:
-        """Write what waits, and let another server use the folder."""
+        """Write what waits, if that is done within seconds, and let another server use the folder."""
         self._jobs.put(None)
-        self._writer.join()
+        self._writer.join(CLOSE_SECONDS)
+        if self._writer.is_alive():
+            # The folder is left locked: what is half written goes with the process.
+            logging.warning(f"{len(self._writing)} prompt caches were not stored: writing them takes too long")
+            return
         self.folder.close()

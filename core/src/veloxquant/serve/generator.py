@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -22,6 +23,8 @@ __all__ = ["CompressedGenerator"]
 
 MEASURE_SECONDS = 2.0
 """How long figures are waited for."""
+STOP_SECONDS = 3.0
+"""How long a step, or a request served alone, is waited for at the end: with a long prompt it may take minutes."""
 
 
 class CompressedGenerator(server.ResponseGenerator):  # type: ignore[misc]
@@ -31,6 +34,8 @@ class CompressedGenerator(server.ResponseGenerator):  # type: ignore[misc]
         provider: The model provider.
         prompts: The prompt cache.
     """
+
+    _stop: bool
 
     def __init__(self, provider: CompressedModelProvider, prompts: PromptCache) -> None:
         self.provider = provider
@@ -64,6 +69,19 @@ class CompressedGenerator(server.ResponseGenerator):  # type: ignore[misc]
             self._measure_wanted.set()
             self._measured.wait(MEASURE_SECONDS)
             return self._held
+
+    def stop_and_join(self, seconds: float = STOP_SECONDS) -> None:
+        """Give up the batch and wait for the thread, though not for a long step or a long answer.
+
+        Args:
+            seconds: How long it is waited for. A thread that is still busy then goes on until the process ends.
+        """
+        if self._stop:  # asked a second time
+            return
+        self._stop = True
+        self._generation_thread.join(seconds)
+        if self._generation_thread.is_alive():
+            logging.warning("stopping in the middle of a step, whose requests are lost")
 
     def _next_request(self, timeout: float | None = None) -> Any:
         # The generating thread comes by here twice a second at least, unless it serves a request alone.

@@ -62,6 +62,10 @@ def make_server_class(on_listening: Callable[[str], None]) -> type[ThreadingHTTP
             host, port = self.server_address[:2]
             on_listening(f"http://{f'[{host!s}]' if ':' in str(host) else str(host)}:{port}")
 
+        def shutdown(self) -> None:
+            # Called on the thread that served until it was interrupted, so there is no loop to wait for.
+            self.server_close()
+
     return Server
 
 

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from veloxquant_turboquant_rvq.codes import RowCodes
 from veloxquant_turboquant_rvq.codes import affine
+from veloxquant_turboquant_rvq.codes import filled
 from veloxquant_turboquant_rvq.packing import pack
 from veloxquant_turboquant_rvq.packing import unpack
 from veloxquant_turboquant_rvq.quantizer import Quantizer
@@ -131,8 +132,7 @@ class BlockCodes:
         rows = mx.concatenate([rows * weight for weight in weights], axis=-1)
         shape = (*blocks.shape[:4], 1)
         # A set bit counts 1 and a clear one -1.
-        scales, biases = mx.full(shape, 2.0, dtype=mx.float32), mx.full(shape, -1.0, dtype=mx.float32)
-        return _quantized(rows, blocks, scales, biases, 1)
+        return _quantized(rows, blocks, filled(shape, 2.0), filled(shape, -1.0), 1)
 
     def select(self, index: mx.array) -> RowCodes:
         """The rows ``index`` ``[B, H, k]``, packed row by row; all rows are unpacked for a moment."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
 
 import attrs
 import mlx.core as mx
+import numpy as np
 
 from veloxquant.buffers import GrowingArrays
 from veloxquant_turboquant_rvq.packing import pack
@@ -13,11 +16,13 @@ from veloxquant_turboquant_rvq.packing import unpack
 from veloxquant_turboquant_rvq.packing import words
 from veloxquant_turboquant_rvq.quantizer import Quantizer
 
-__all__ = ["RowCodes", "affine", "pack_rows", "unpack_rows"]
+__all__ = ["RowCodes", "affine", "filled", "pack_rows", "unpack_rows"]
 
 # Widths of mlx's affine kernels and the group sizes that they take.
 _WIDTHS = (2, 3, 4, 6, 8)
 _GROUPS = (128, 64, 32)
+# Numbers of an array that is worth keeping.
+_SMALL = 2048
 
 
 def pack_rows(codes: mx.array, quantizer: Quantizer) -> mx.array:
@@ -42,8 +47,20 @@ def unpack_rows(packed: mx.array, quantizer: Quantizer) -> mx.array:
 def affine(quantizer: Quantizer, shape: tuple[int, ...]) -> tuple[mx.array, mx.array]:
     """Scales and biases that turn the codes of a uniform grid into its levels, one of each per group."""
     assert quantizer.step is not None  # only such codes are stored in mlx's affine layout
-    first = -(2**quantizer.width - 1) / 2 * quantizer.step
-    return mx.full(shape, quantizer.step, dtype=mx.float32), mx.full(shape, first, dtype=mx.float32)
+    return filled(shape, quantizer.step), filled(shape, -(2**quantizer.width - 1) / 2 * quantizer.step)
+
+
+def filled(shape: tuple[int, ...], value: float) -> mx.array:
+    """An array of one fp32 number; a small one is made once, for every layer and step asks for the same."""
+    if math.prod(shape) <= _SMALL:
+        return _small(shape, value)
+    return mx.full(shape, value, dtype=mx.float32)
+
+
+@functools.lru_cache(maxsize=128)
+def _small(shape: tuple[int, ...], value: float) -> mx.array:
+    # From numpy: nothing is left to compute, whichever thread asks first.
+    return mx.array(np.full(shape, value, dtype=np.float32))
 
 
 @attrs.define(eq=False)

@@ -35,6 +35,11 @@ class ExactRows:
         values = None if self.values is None else mx.contiguous(self.values[:, :, start:end])
         return ExactRows(mx.contiguous(self.keys[:, :, start:end]), values)
 
+    def last(self, count: int) -> ExactRows:
+        """The last ``count`` rows as a view, for as long as a call lasts."""
+        start = self.count - count
+        return ExactRows(self.keys[:, :, start:], None if self.values is None else self.values[:, :, start:])
+
     def followed_by(self, other: ExactRows) -> ExactRows:
         """These rows and then the others."""
         keys = mx.concatenate([self.keys, other.keys], axis=2)

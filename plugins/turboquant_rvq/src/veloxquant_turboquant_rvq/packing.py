@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 import mlx.core as mx
+import numpy as np
 
 __all__ = ["pack", "unpack", "words"]
 
@@ -36,7 +39,13 @@ def _joined(parts: mx.array, bits: int, per_word: int) -> mx.array:
     if spare:
         parts = mx.pad(parts, [(0, 0)] * (parts.ndim - 1) + [(0, spare)])
     parts = parts.reshape(*parts.shape[:-1], -1, per_word)
-    return (parts << (mx.arange(per_word, dtype=mx.uint32) * bits)).sum(axis=-1)
+    return (parts << _shifts(per_word, bits)).sum(axis=-1)
+
+
+@functools.lru_cache(maxsize=64)
+def _shifts(count: int, bits: int) -> mx.array:
+    # From numpy: nothing is left to compute, whichever thread asks first.
+    return mx.array(np.arange(count, dtype=np.uint32) * np.uint32(bits))
 
 
 def unpack(packed: mx.array, bits: int, count: int) -> mx.array:
@@ -51,8 +60,7 @@ def unpack(packed: mx.array, bits: int, count: int) -> mx.array:
         ``[..., count]`` uint32.
     """
     if 32 % bits == 0:
-        shifts = mx.arange(32 // bits, dtype=mx.uint32) * bits
-        parts = (packed[..., None] >> shifts) & (2**bits - 1)
+        parts = (packed[..., None] >> _shifts(32 // bits, bits)) & (2**bits - 1)
         codes: mx.array = parts.reshape(*packed.shape[:-1], -1)[..., :count]
         return codes
     planes = (packed[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1

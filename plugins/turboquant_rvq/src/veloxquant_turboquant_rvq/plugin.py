@@ -73,15 +73,13 @@ def veloxquant_attend(
     fresh, state.fresh = state.fresh, None
     if fresh is None or queries.shape[2] > MOST_QUERIES or fresh.count == state.rows.count:
         return None
-    count = state.rows.count
-    end = count - fresh.count
-    leading = state.leading(end)
+    leading = state.leading(state.rows.count - fresh.count)
     stored = state.rows.stored()
     fused = None if stored is None else cuda.attend(stored, queries, fresh, scale, mask, sinks, leading)
     if fused is not None:
         return fused
-    first = None if leading is None else state.pair(leading, leading.count)
-    return attend_rows(state.rows, queries, state.pair(fresh, count), scale, mask, sinks, first=first)
+    first = None if leading is None else (leading.keys, leading.values)
+    return attend_rows(state.rows, queries, (fresh.keys, fresh.values), scale, mask, sinks, first=first)
 
 
 @hookimpl

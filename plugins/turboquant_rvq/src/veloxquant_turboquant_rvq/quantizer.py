@@ -105,8 +105,8 @@ class Quantizer:
         return self.rotation.undo(self.points(codes)) * scales.astype(mx.float32)
 
     def _nearest(self, coordinates: mx.array) -> mx.array:
-        # What is not a number gets some code; the scale of its vector says so.
-        coordinates = mx.nan_to_num(coordinates)
+        # What is not a number gets some code; the scale of its vector says so. Infinity is beyond all thresholds.
+        coordinates = mx.where(mx.isnan(coordinates), 0.0, coordinates)
         if self.step is not None:
             place = mx.floor(coordinates / self.step) + 2 ** (self.width - 1)
             return mx.clip(place, 0, 2**self.width - 1).astype(mx.uint8)

@@ -34,27 +34,33 @@ class Rotation:
     dim: int
     signs: mx.array | None
     matrix: mx.array | None
+    # The rows of ``signs``: taking one out costs as much as the product with it.
+    _rounds: tuple[mx.array, ...] = attrs.field(init=False)
+
+    @_rounds.default
+    def _split(self) -> tuple[mx.array, ...]:
+        return () if self.signs is None else tuple(mx.array(row) for row in np.array(self.signs))
 
     def apply(self, rows: mx.array) -> mx.array:
         """Rotate rows ``[..., dim]``; the result is fp32."""
         rows = rows.astype(mx.float32)
         if self.matrix is not None:
             return rows @ self.matrix
-        assert self.signs is not None  # one of the two is always there
-        return mx.hadamard_transform(mx.hadamard_transform(rows * self.signs[0]) * self.signs[1])
+        first, second = self._rounds
+        return mx.hadamard_transform(mx.hadamard_transform(rows * first) * second)
 
     def undo(self, rows: mx.array) -> mx.array:
         """Rotate rows back; the result is fp32."""
         rows = rows.astype(mx.float32)
         if self.matrix is not None:
             return rows @ self.matrix.T
-        assert self.signs is not None  # one of the two is always there
-        return mx.hadamard_transform(mx.hadamard_transform(rows) * self.signs[1]) * self.signs[0]
+        first, second = self._rounds
+        return mx.hadamard_transform(mx.hadamard_transform(rows) * second) * first
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays, which all caches of a model share per layer."""
-        return sum(array.nbytes for array in (self.signs, self.matrix) if array is not None)
+        return sum(array.nbytes for array in (self.signs, self.matrix, *self._rounds) if array is not None)
 
     def __deepcopy__(self, memo: object) -> Rotation:
         return self

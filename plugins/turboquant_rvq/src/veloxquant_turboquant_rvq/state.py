@@ -58,19 +58,27 @@ class TurboQuantRVQState:
         before = self.rows.count
         new = ExactRows(keys, values if self.config.value_bits else None)
         self.rows.append(keys, values)
-        fresh = new if self.newest is None else self._recent().followed_by(new)
+        fresh = self._fresh(new)
         self.fresh = fresh if self.layer.routed else None
         if before < self.config.sinks:
             first = new if self.first is None else self.first.followed_by(new)
             self.first = first.part(0, self.config.sinks)
-        if self.config.recent:
-            newest = new if self.newest is None else self.newest.followed_by(new)
-            self.newest = newest.part(max(0, newest.count - self.config.recent - SPARE), newest.count)
         return self._returned(fresh)
 
-    def _recent(self) -> ExactRows:
-        assert self.newest is not None  # the caller has looked
-        return self.newest.part(max(0, self.newest.count - self.config.recent), self.newest.count)
+    def _fresh(self, new: ExactRows) -> ExactRows:
+        """Take new rows among the newest; the recent rows followed by them."""
+        if self.config.recent == 0:
+            return new
+        limit, before = self.config.recent + SPARE, 0 if self.newest is None else self.newest.count
+        if self.newest is None or new.count >= limit:
+            fresh = new if self.newest is None else self.newest.last(min(before, self.config.recent)).followed_by(new)
+            self.newest = new.part(max(0, new.count - limit), new.count)
+            return fresh
+        # What is joined is a copy already.
+        whole = self.newest.last(min(before, max(limit - new.count, self.config.recent))).followed_by(new)
+        fresh = whole.last(min(before, self.config.recent) + new.count)
+        self.newest = whole if whole.count <= limit else whole.part(whole.count - limit, whole.count)
+        return fresh
 
     def _returned(self, fresh: ExactRows) -> tuple[mx.array, mx.array]:
         """All rows, those of them that are held as they came in the place of what was packed."""
@@ -80,26 +88,25 @@ class TurboQuantRVQState:
         # Only now, after the new rows were written: a view taken before would keep the buffer from being written in
         # place.
         keys, values = self.rows.keys_values()
-        held = ExactRows(keys[:, :, :end], values[:, :, :end] if self.config.value_bits else None)
         first = self.leading(end)
-        if first is not None:
-            held = first.followed_by(held.part(first.count, end))
-        whole = held.followed_by(fresh)
-        return whole.keys, values if whole.values is None else whole.values
+        start = 0 if first is None else first.count
+        exact = [fresh] if first is None else [first, fresh]
+        keys = _with_rows(keys[:, :, start:end], [rows.keys for rows in exact])
+        if fresh.values is not None:
+            values = _with_rows(values[:, :, start:end], [rows.values for rows in exact if rows.values is not None])
+        return keys, values
 
     def leading(self, end: int) -> ExactRows | None:
         """The first rows as they came, none of them at or beyond ``end``."""
-        return None if self.first is None or end == 0 else self.first.part(0, min(self.first.count, end))
+        if self.first is None or end == 0:
+            return None
+        return self.first if self.first.count <= end else self.first.part(0, end)
 
     def _values_of(self, exact: ExactRows, end: int) -> mx.array:
         """Values of exact rows that end before row ``end``."""
         if exact.values is not None:
             return exact.values
         return self.rows.values_as_they_came()[:, :, end - exact.count : end]
-
-    def pair(self, exact: ExactRows, end: int) -> tuple[mx.array, mx.array]:
-        """Keys and values of exact rows that end before row ``end``."""
-        return exact.keys, self._values_of(exact, end)
 
     def trim(self, count: int) -> None:
         """Forget the last ``count`` tokens."""
@@ -143,3 +150,8 @@ class TurboQuantRVQState:
             for name in names
         )
         return state
+
+
+def _with_rows(packed: mx.array, exact: list[mx.array]) -> mx.array:
+    """Rebuilt rows between those that come first and those that come last."""
+    return mx.concatenate([*exact[:-1], packed, exact[-1]], axis=2)
