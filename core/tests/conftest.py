@@ -12,6 +12,7 @@ import pytest
 
 from veloxquant.build import get_cache
 from veloxquant.registry import Registry
+from veloxquant.registry import default_registry
 from veloxquant.types import LayerSpec
 
 
@@ -135,3 +136,26 @@ def reachable_bytes():
         return sum(array.nbytes for array in found)
 
     return total
+
+
+@pytest.fixture
+def plain_output(monkeypatch):
+    """Output without colour, 140 columns wide, wherever the tests run."""
+    for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "140")
+
+
+@pytest.fixture
+def register_alone(monkeypatch):
+    """Registers plugins with the default registry, which then lists just the names given, whatever is installed."""
+    default_registry.cache_clear()
+
+    def register(names, *kinds):
+        registry = default_registry()
+        monkeypatch.setattr(registry, "names", lambda: names)
+        for kind in kinds:
+            registry.register(kind())
+
+    yield register
+    default_registry.cache_clear()

@@ -17,22 +17,8 @@ SMALL = ["--prompt-tokens", "60", "--tokens", "8", "--needle-lengths", "160", "-
 
 
 @pytest.fixture(autouse=True)
-def _plain_output(monkeypatch):
-    for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("COLUMNS", "140")
-
-
-@pytest.fixture(autouse=True)
-def _toys(toys, monkeypatch):
-    default_registry.cache_clear()
-    registry = default_registry()
-    # Only the toys, whatever is installed here.
-    monkeypatch.setattr(registry, "names", lambda: ["coarse", "evictor"])
-    for kind in (toys.Coarse, toys.Evictor, toys.NoOp):
-        registry.register(kind())
-    yield
-    default_registry.cache_clear()
+def _toys(toys, plain_output, register_alone):
+    register_alone(["coarse", "evictor"], toys.Coarse, toys.Evictor, toys.NoOp)
 
 
 @pytest.fixture(scope="module")

@@ -27,21 +27,8 @@ SMALL = ["--lengths", "20,40", "--query-heads", "4", "--kv-heads", "2", "--head-
 
 
 @pytest.fixture(autouse=True)
-def _plain_output(monkeypatch):
-    for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("COLUMNS", "140")
-
-
-@pytest.fixture(autouse=True)
-def _toys(toys, monkeypatch):
-    default_registry.cache_clear()
-    registry = default_registry()
-    monkeypatch.setattr(registry, "names", lambda: ["coarse"])
-    for kind in (toys.Coarse, toys.Evictor, toys.NoOp, toys.Refuser):
-        registry.register(kind())
-    yield
-    default_registry.cache_clear()
+def _toys(toys, plain_output, register_alone):
+    register_alone(["coarse"], toys.Coarse, toys.Evictor, toys.NoOp, toys.Refuser)
 
 
 @pytest.fixture

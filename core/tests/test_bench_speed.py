@@ -31,7 +31,6 @@ from veloxquant.bench.speed import measure_speed
 from veloxquant.bench.speed_model import measure_generation
 from veloxquant.cli import main
 from veloxquant.cli.bench_progress import BenchProgress
-from veloxquant.registry import default_registry
 from veloxquant.testing.toys import tiny_gemma3
 from veloxquant.testing.toys import tiny_llama
 
@@ -42,21 +41,8 @@ HERE = ["--blas", "here"]
 
 
 @pytest.fixture(autouse=True)
-def _plain_output(monkeypatch):
-    for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("COLUMNS", "140")
-
-
-@pytest.fixture(autouse=True)
-def _toys(toys, monkeypatch):
-    default_registry.cache_clear()
-    registry = default_registry()
-    monkeypatch.setattr(registry, "names", lambda: ["coarse", "evictor"])
-    for kind in (toys.Coarse, toys.Evictor, toys.NoOp, toys.NoOpAttend, toys.Refuser):
-        registry.register(kind())
-    yield
-    default_registry.cache_clear()
+def _toys(toys, plain_output, register_alone):
+    register_alone(["coarse", "evictor"], toys.Coarse, toys.Evictor, toys.NoOp, toys.NoOpAttend, toys.Refuser)
 
 
 @contextlib.contextmanager
