@@ -140,10 +140,10 @@ def reachable_bytes():
 
 @pytest.fixture
 def plain_output(monkeypatch):
-    """Output without colour, 140 columns wide, wherever the tests run."""
+    """Output without colour, 100 columns wide, wherever the tests run."""
     for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("COLUMNS", "100")
 
 
 @pytest.fixture

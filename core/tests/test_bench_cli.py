@@ -17,7 +17,8 @@ SMALL = ["--prompt-tokens", "60", "--tokens", "8", "--needle-lengths", "160", "-
 
 
 @pytest.fixture(autouse=True)
-def _toys(toys, plain_output, register_alone):
+def _toys(toys, plain_output, register_alone, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
     register_alone(["coarse", "evictor"], toys.Coarse, toys.Evictor, toys.NoOp)
 
 

@@ -27,7 +27,8 @@ SMALL = ["--lengths", "20,40", "--query-heads", "4", "--kv-heads", "2", "--head-
 
 
 @pytest.fixture(autouse=True)
-def _toys(toys, plain_output, register_alone):
+def _toys(toys, plain_output, register_alone, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
     register_alone(["coarse"], toys.Coarse, toys.Evictor, toys.NoOp, toys.Refuser)
 
 

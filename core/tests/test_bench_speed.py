@@ -41,7 +41,8 @@ HERE = ["--blas", "here"]
 
 
 @pytest.fixture(autouse=True)
-def _toys(toys, plain_output, register_alone):
+def _toys(toys, plain_output, register_alone, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
     register_alone(["coarse", "evictor"], toys.Coarse, toys.Evictor, toys.NoOp, toys.NoOpAttend, toys.Refuser)
 
 

@@ -98,10 +98,8 @@ class Recent:
 
 
 @pytest.fixture(autouse=True)
-def _plain_output(monkeypatch):
-    for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("COLUMNS", "100")
+def _plain_output(plain_output):
+    pass
 
 
 @pytest.fixture(autouse=True)
