@@ -5,6 +5,8 @@ import pytest
 from veloxquant import DenseRows
 from veloxquant import RoutingError
 from veloxquant import attend_rows
+from veloxquant import attend_selected
+from veloxquant import halves
 
 BATCH, KV_HEADS, GROUP, DIM, VALUE_DIM, ROWS = 2, 2, 3, 8, 6, 23
 RNG = np.random.default_rng(0)
@@ -92,6 +94,30 @@ def test_sink_logits_take_part_in_the_sum():
     queries, sinks = normal(BATCH, KV_HEADS * GROUP, 1, DIM), normal(KV_HEADS * GROUP)
     output = attend_rows(store(), mx.array(queries), exact(ROWS - 1, ROWS), 0.3, None, mx.array(sinks))
     expected = reference(queries, KEYS, VALUES, 0.3, sinks=sinks)
+    np.testing.assert_allclose(np.array(output), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("worth", [2**40, 0], ids=["one thread", "two threads"])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("length", [1, 2])
+def test_chosen_rows_alone_are_attended(monkeypatch, worth, length, masked, sinks):
+    monkeypatch.setattr(halves, "_WORTH_A_STREAM", worth)
+    queries, logits = normal(BATCH, KV_HEADS * GROUP, length, DIM), normal(KV_HEADS * GROUP)
+    index = np.sort(np.stack([RNG.permutation(ROWS)[:7] for _ in range(BATCH * KV_HEADS)]).reshape(BATCH, KV_HEADS, 7))
+    seen = RNG.random((BATCH, KV_HEADS * GROUP, length, 7)) < 0.7
+    seen[..., 0] = True
+    output = attend_selected(
+        store(),
+        mx.array(index.astype(np.int32)),
+        mx.array(queries),
+        0.3,
+        mx.array(seen) if masked else None,
+        mx.array(logits) if sinks else None,
+    )
+    keys, values = (np.take_along_axis(array, index[..., None], axis=2) for array in (KEYS, VALUES))
+    added = np.where(seen, 0, -np.inf) if masked else 0
+    expected = reference(queries, keys, values, 0.3, added, logits if sinks else None)
     np.testing.assert_allclose(np.array(output), expected, atol=2e-6)
 
 

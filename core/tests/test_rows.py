@@ -11,6 +11,7 @@ from veloxquant import DenseRows
 from veloxquant import PositionedRows
 from veloxquant import RowStore
 from veloxquant import UnsupportedShapeError
+from veloxquant import halves
 
 DTYPES = ["float32", "float16", "bfloat16"]
 PATTERNS = [[1], [40], [16, 1], [1, 16], [17, 1, 1, 30], [15, 1, 1], [128, 20, 1], [1] * 20, [300, 1]]
@@ -444,3 +445,24 @@ def test_many_rows_are_read_on_two_streams_in_any_thread(rows, as_numpy):
         for found in (read(), pool.submit(read).result()):
             assert np.array_equal(found[0], taken(as_numpy(keys), index))
             assert np.array_equal(found[1], taken(as_numpy(values), index))
+
+
+def test_half_of_the_heads_are_computed_by_another_thread(monkeypatch):
+    monkeypatch.setattr(halves, "_WORTH_A_STREAM", 1000)
+    data, asked = mx.arange(10).reshape(1, 5, 2), []
+
+    def double(heads):
+        asked.append((heads, mx.default_stream(mx.default_device())))
+        return data[:, heads] * 2
+
+    def run(size, heads):
+        asked.clear()
+        found = halves.by_halves(double, heads, size)
+        return np.array(found).tolist(), [heads for heads, _ in asked], len({str(stream) for _, stream in asked})
+
+    doubled = (np.arange(10).reshape(1, 5, 2) * 2).tolist()
+    assert run(999, 5) == (doubled, [slice(None)], 1)
+    assert run(1000, 5) == (doubled, [slice(0, 3), slice(3, 5)], 2)
+    assert run(1000, 1)[1:] == ([slice(None)], 1)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run, 1000, 5).result() == (doubled, [slice(0, 3), slice(3, 5)], 2)

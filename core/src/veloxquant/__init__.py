@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from veloxquant.reports import report
     from veloxquant.rewind import trim_prompt_cache
     from veloxquant.row_attention import attend_rows
+    from veloxquant.row_attention import attend_selected
     from veloxquant.rows import DenseRows
     from veloxquant.rows import RowStore
     from veloxquant.store import load_prompt_cache
@@ -67,6 +68,7 @@ __all__ = [
     "UnsupportedShapeError",
     "VeloxQuantError",
     "attend_rows",
+    "attend_selected",
     "get_cache",
     "hookimpl",
     "load_prompt_cache",
@@ -88,6 +90,7 @@ _LAZY = {
     "PositionedRows": "positions",
     "RowStore": "rows",
     "attend_rows": "row_attention",
+    "attend_selected": "row_attention",
     "get_cache": "build",
     "load_prompt_cache": "store",
     "make_prompt_cache": "build",

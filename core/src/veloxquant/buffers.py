@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from collections.abc import Mapping
 
 import attrs
 import mlx.core as mx
 
 from veloxquant.errors import UnsupportedShapeError
+from veloxquant.halves import Stream
+from veloxquant.halves import second_stream
 
-Stream = mx.Stream | mx.ThreadLocalStream | None
-
-__all__ = ["GrowingArrays", "flat_index"]
+__all__ = ["GrowingArrays", "flat_rows"]
 
 
-def flat_index(index: mx.array, rows: int) -> mx.array:
-    """Turn ``[B, H, k]`` row numbers into row numbers of the ``[B * H * rows, D]`` view."""
-    return (index.astype(mx.int32) + _first_rows(*index.shape[:2], rows)).reshape(-1)
+def flat_rows(index: mx.array, rows: int) -> mx.array:
+    """Turn row numbers ``[B, H, k]`` into those of the ``[B * H * rows, D]`` view, in the same shape."""
+    return index.astype(mx.int32) + _first_rows(*index.shape[:2], rows)
 
 
 @functools.lru_cache(maxsize=256)
@@ -25,20 +26,6 @@ def _first_rows(batch: int, heads: int, rows: int) -> mx.array:
     """Number of the first row of every head ``[B, H, 1]`` int32."""
     # From Python numbers: nothing is left to compute, whichever thread asks first. A step of every layer needs it.
     return mx.array([[[(one * heads + head) * rows] for head in range(heads)] for one in range(batch)], mx.int32)
-
-
-# Bytes from which reading them on another thread gains more than it costs to wake it.
-_WORTH_A_STREAM = 2**19
-
-
-def _second_stream(size: int) -> Stream:
-    """For reading ``size`` bytes: another stream of a CPU, which has a thread for each; None for the usual one."""
-    return _cpu_stream() if size >= _WORTH_A_STREAM and mx.default_device().type == mx.DeviceType.cpu else None
-
-
-@functools.cache
-def _cpu_stream() -> Stream:
-    return mx.new_thread_local_stream(mx.cpu)
 
 
 def _step(capacity: int) -> int:
@@ -109,24 +96,41 @@ class GrowingArrays:
         Returns:
             ``[B, H, k, D]``.
         """
-        return self._taken(self.whole(name), index.shape[2], flat_index(index, self.whole(name).shape[2]))
+        return _taken(self.whole(name), flat_rows(index, self.whole(name).shape[2]))
 
     def gather_all(self, index: mx.array) -> dict[str, mx.array]:
         """As ``gather`` for every array, by name."""
         if not self._buffers:
             return {}
-        count, flat = index.shape[2], flat_index(index, next(iter(self._buffers.values())).shape[2])
+        numbers = self._numbers(index)
         rows: dict[str, mx.array] = {}
-        for number, (name, buffer) in enumerate(self._buffers.items()):
+        for place, (name, buffer) in enumerate(self._buffers.items()):
             # What is read first is used first; the others are read meanwhile.
-            size = buffer.nbytes // buffer.shape[2] * count
-            rows[name] = self._taken(buffer, count, flat, _second_stream(size) if number else None)
+            stream = second_stream(self._size(name, index)) if place else None
+            rows[name] = _taken(buffer, numbers, stream)
         return rows
 
-    @staticmethod
-    def _taken(buffer: mx.array, count: int, flat: mx.array, stream: Stream = None) -> mx.array:
-        batch, heads, _, dim = buffer.shape
-        return mx.take(buffer.reshape(-1, dim), flat, axis=0, stream=stream).reshape(batch, heads, count, dim)
+    def reader(self, index: mx.array) -> tuple[Callable[[slice], dict[str, mx.array]], int]:
+        """What reads the rows ``index`` ``[B, H, k]`` of the heads of a slice, and how many bytes all heads have.
+
+        Raises:
+            UnsupportedShapeError: No rows are held.
+        """
+        if not self._buffers:
+            raise UnsupportedShapeError("no rows are held yet; append some first")
+        numbers, buffers = self._numbers(index), dict(self._buffers)
+
+        def read(heads: slice) -> dict[str, mx.array]:
+            return {name: _taken(buffer, numbers[:, heads]) for name, buffer in buffers.items()}
+
+        return read, sum(self._size(name, index) for name in buffers)
+
+    def _numbers(self, index: mx.array) -> mx.array:
+        return flat_rows(index, next(iter(self._buffers.values())).shape[2])
+
+    def _size(self, name: str, index: mx.array) -> int:
+        buffer = self._buffers[name]
+        return buffer.nbytes // buffer.shape[2] * index.shape[2]
 
     def select(self, index: mx.array) -> GrowingArrays:
         """The rows ``index`` of every array, as an instance of their own that fits exactly."""
@@ -166,3 +170,9 @@ class GrowingArrays:
     def nbytes(self, name: str) -> int:
         """Bytes of one buffer, spare capacity included; 0 when nothing is held."""
         return self._buffers[name].nbytes if name in self._buffers else 0
+
+
+def _taken(buffer: mx.array, numbers: mx.array, stream: Stream = None) -> mx.array:
+    """Rows by their numbers in the flat view, ``[B, heads, k, D]`` like the numbers."""
+    dim = buffer.shape[3]
+    return mx.take(buffer.reshape(-1, dim), numbers.reshape(-1), axis=0, stream=stream).reshape(*numbers.shape, dim)

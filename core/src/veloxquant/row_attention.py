@@ -1,16 +1,60 @@
-"""Attention over rows in their stored form, with the newest rows exactly as they came."""
+"""Attention over rows that a store holds: chosen ones, or all in their stored form with the newest as they came."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 
+from veloxquant.attention import attention
 from veloxquant.attention import causal_mask
 from veloxquant.attention import refuse_other_rows
+from veloxquant.halves import ALL_HEADS
+from veloxquant.halves import by_halves
+from veloxquant.rows import DenseRows
 from veloxquant.rows import RowStore
 from veloxquant.rows import grouped
 from veloxquant.rows import products
 
-__all__ = ["attend_rows", "masked_weights"]
+__all__ = ["attend_rows", "attend_selected", "masked_weights"]
+
+
+def attend_selected(
+    store: RowStore,
+    index: mx.array,
+    queries: mx.array,
+    scale: float,
+    mask: mx.array | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Attend to the rows ``index`` of a store and to no others, rebuilt in the input dtype.
+
+    Args:
+        store: The rows.
+        index: Rows to attend to ``[B, Hkv, k]`` int32.
+        queries: ``[B, Hq, L, Dk]``.
+        scale: Factor on the logits.
+        mask: Which of the chosen rows count ``[B, Hq, L, k]`` bool, or None for all.
+        sinks: Sink logits ``[Hq]``, or None.
+
+    Returns:
+        ``[B, Hq, L, Dv]`` in the dtype of the queries.
+    """
+    if not isinstance(store, DenseRows):
+        return attention(queries, *store.gather(index), scale, mask, sinks)
+    gather, size = store.reader(index)
+    kv_heads = index.shape[1]
+    group = queries.shape[1] // kv_heads
+
+    def attend(heads: slice) -> mx.array:
+        own = heads if heads == ALL_HEADS else slice(heads.start * group, heads.stop * group)
+        return attention(
+            queries[:, own],
+            *gather(heads),
+            scale,
+            None if mask is None else mask[:, own],
+            None if sinks is None else sinks[own],
+        )
+
+    return by_halves(attend, kv_heads, size)
 
 
 def attend_rows(

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from typing import Protocol
 from typing import runtime_checkable
@@ -131,6 +132,16 @@ class DenseRows:
         """The rows ``index``, read through one take over whole rows."""
         rows = self._rows.gather_all(index)
         return rows["keys"], rows["values"]
+
+    def reader(self, index: mx.array) -> tuple[Callable[[slice], tuple[mx.array, mx.array]], int]:
+        """What gathers the rows ``index`` of the heads of a slice, and the bytes that all heads have."""
+        read, size = self._rows.reader(index)
+
+        def gather(heads: slice) -> tuple[mx.array, mx.array]:
+            rows = read(heads)
+            return rows["keys"], rows["values"]
+
+        return gather, size
 
     def select(self, index: mx.array) -> DenseRows:
         """The rows ``index`` as a store of their own."""

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from veloxquant.halves import ALL_HEADS
 from veloxquant_rocketkv import choose_channels
 from veloxquant_rocketkv import page_bounds
 from veloxquant_rocketkv import page_scores
@@ -46,7 +47,7 @@ def test_scores_are_those_of_the_decoded_bounds_up_to_one_number_a_head(channels
     summary.extend(bounds())
     queries = mx.random.normal((2, 3, 4, DIM), key=mx.random.key(1))
     chosen = choose_channels(queries, channels)
-    found = np.array(summary.scores(queries, chosen, 0.3))
+    found = np.array(summary.scores(queries, chosen, 0.3)(ALL_HEADS))
     expected = np.array(page_scores(queries, mx.array(decoded(summary)[0].astype(np.float32)), chosen, 0.3))
     off = found - expected
     np.testing.assert_allclose(off, np.broadcast_to(off[..., :1], off.shape), atol=2e-4)
@@ -91,7 +92,7 @@ def test_levels_are_set_anew_when_there_are_twice_as_many_pages():
 def test_equal_keys_have_one_level():
     summary = CompactSummary()
     summary.extend(page_bounds(mx.ones((1, 1, 8, DIM)), 2))
-    found = summary.scores(mx.ones((1, 1, 2, DIM)), choose_channels(mx.ones((1, 1, 2, DIM)), DIM), 1.0)
+    found = summary.scores(mx.ones((1, 1, 2, DIM)), choose_channels(mx.ones((1, 1, 2, DIM)), DIM), 1.0)(ALL_HEADS)
     assert bool(mx.isfinite(found).all())
     assert np.ptp(np.array(found)) == 0
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import veloxquant
+import veloxquant.halves
 import veloxquant_rocketkv.attend
 import veloxquant_rocketkv.selection
 from veloxquant import LayerSpec
@@ -67,11 +68,13 @@ def attended(monkeypatch):
     """Rows that enter attention, call by call."""
     seen = []
 
-    def counting(queries, keys, values, *others):
-        seen.append((keys.shape[2], values.shape[2]))
-        return attention(queries, keys, values, *others)
+    real = mx.fast.scaled_dot_product_attention
 
-    monkeypatch.setattr(veloxquant_rocketkv.attend, "attention", counting)
+    def counting(queries, keys, values, **others):
+        seen.append((keys.shape[2], values.shape[2]))
+        return real(queries, keys, values, **others)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", counting)
     return seen
 
 
@@ -201,8 +204,8 @@ def test_selected_indices_are_what_the_next_step_reads(monkeypatch, options, kee
     feed(cache, rows, [299, 1, 1, 1])
     gathered = []
     store = type(cache.method_state.rows.store)
-    real = store.gather
-    monkeypatch.setattr(store, "gather", lambda self, index: (gathered.append(np.array(index)), real(self, index))[1])
+    real = store.reader
+    monkeypatch.setattr(store, "reader", lambda self, index: (gathered.append(np.array(index)), real(self, index))[1])
     feed(cache, rows, [1])
     read = gathered[-1]
     before = held(cache)
@@ -237,6 +240,28 @@ def test_the_summary_grown_step_by_step_is_the_one_made_at_once(page_size):
         assert summary.pages == (cache.rows - 1) // page_size
         rebuilt = page_bounds(keys[:, :, : summary.pages * page_size], page_size)
         assert (np.array(summary.live()) == np.array(rebuilt)).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"page_size": 3}, {"page_size": 1, "head_topk1": DIM}, {"summary_bits": 4}])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_heads_on_two_threads_are_what_they_are_on_one(monkeypatch, batch, options):
+    """Three heads: the halves are not alike. The rewind leaves heads with different rows, which are masked."""
+    shape = {"query_heads": 6, "query_mode": "routed"}
+    sinks = mx.random.normal((6,), key=mx.random.key(9))
+    rows = [mx.random.normal((batch, heads, 400, DIM), key=mx.random.key(heads)) for heads in (6, 3, 3)]
+    outputs = []
+    for worth in (2**40, 0):
+        monkeypatch.setattr(veloxquant.halves, "_WORTH_A_STREAM", worth)
+        cache = veloxquant.get_cache("rocketkv", {"topk": 60, **options}, layer=LayerSpec(**shape))
+        outputs.append([])
+        for start, stop in [(0, 299), (299, 300), (300, 301), (301, 304), (280, 281), (281, 282)]:
+            cache.trim(cache.offset - start)
+            queries, keys, values = (array[:, :, start:stop] for array in rows)
+            found = cache.update_and_fetch(keys, values)
+            mask = cache.make_mask(stop - start)
+            outputs[-1].append(np.array(cache.attend(queries, *found, scale=SCALE, mask=mask, sinks=sinks)))
+    for one, other in zip(*outputs, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_step_copies_no_buffer():

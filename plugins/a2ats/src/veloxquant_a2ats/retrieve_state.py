@@ -12,7 +12,7 @@ from veloxquant import LayerSpec
 from veloxquant import PositionedRows
 from veloxquant import Snapshot
 from veloxquant import attend_rows
-from veloxquant.attention import attention
+from veloxquant import attend_selected
 from veloxquant.buffers import GrowingArrays
 from veloxquant_a2ats.config import A2ATSConfig
 from veloxquant_a2ats.layer import Layer
@@ -117,7 +117,7 @@ class RetrieveState:
         if fresh is not None:
             # The step's own row, the last one chosen, counts as it came.
             return attend_rows(self.rows.store.select(index), queries, fresh, scale, once, sinks)
-        return attention(queries, *self.rows.store.gather(index), scale, once, sinks)
+        return attend_selected(self.rows.store, index, queries, scale, once, sinks)
 
     def _chosen(
         self, queries: mx.array, scale: float, chosen: int, first: int, last: int

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from veloxquant import RoutingError
 from veloxquant import attend_rows
-from veloxquant.attention import attention
+from veloxquant import attend_selected
 from veloxquant.attention import live_attention
 from veloxquant.attention import live_mask
 from veloxquant_rocketkv.exact import Pair
@@ -114,7 +114,7 @@ def _attend_one(
     mask = _mask(state, index, queries.shape[1])
     newest = state.exact.of_token(place)
     if newest is None or not state.config.newest_rows:
-        return attention(queries, *state.rows.store.gather(index), scale, mask, sinks)
+        return attend_selected(state.rows.store, index, queries, scale, mask, sinks)
     # The newest rows, that of the token itself the last one, count as they came, and so do the sinks.
     first = _leading(state, index, newest)
     return attend_rows(state.rows.store.select(index), queries, newest, scale, mask, sinks, first=first)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import attrs
 import mlx.core as mx
 
-from veloxquant_rocketkv.sparse import read_channels
+from veloxquant_rocketkv.sparse import channel_reader
 from veloxquant_rocketkv.sparse import read_plan
 from veloxquant_rocketkv.summary import capacity_for
 
@@ -68,8 +69,8 @@ class CompactSummary:
         paired = codes.reshape(batch, heads, planes, pages // 2, 2)
         return paired[..., 0] | (paired[..., 1] << 4)
 
-    def scores(self, queries: mx.array, channels: mx.array, scale: float) -> mx.array:
-        """Approximate logits ``[B, Hkv, G, capacity]``, all of a head off by one number.
+    def scores(self, queries: mx.array, channels: mx.array, scale: float) -> Callable[[slice], mx.array]:
+        """What gives approximate logits ``[B, Hkv, G, capacity]`` of a slice of heads, all of a head off by a number.
 
         What lies behind the pages means nothing.
 
@@ -83,12 +84,25 @@ class CompactSummary:
         weighted, planes = read_plan(queries, channels, scale, self._codes.shape[2])
         weighted = weighted * mx.take_along_axis(self._levels[:, :, 1], channels, axis=2)[:, :, None]
         assert planes is not None
-        codes = read_channels(self._codes, planes)
-        # A byte is the even page plus 16 times the odd one.
-        both, odd = weighted @ codes.astype(mx.float32), weighted @ (codes >> 4).astype(mx.float32)
-        batch, heads, group, width = both.shape
-        paired = mx.stack([both - 16 * odd, odd], axis=4)
-        return paired.reshape(batch, heads, group, 2 * width)
+        read = channel_reader(self._codes, planes)
+
+        def scores(heads: slice) -> mx.array:
+            codes, own = read(heads), weighted[:, heads]
+            # A byte is the even page plus 16 times the odd one.
+            both, odd = own @ codes.astype(mx.float32), own @ (codes >> 4).astype(mx.float32)
+            paired = mx.stack([both - 16 * odd, odd], axis=4)
+            return paired.reshape(*both.shape[:3], 2 * both.shape[3])
+
+        return scores
+
+    @property
+    def width(self) -> int:
+        """Pages that there is room for."""
+        return 0 if self._codes is None else 2 * self._codes.shape[3]
+
+    def bytes_read(self, channels: int) -> int:
+        """Bytes that scoring by so many channels reads and unpacks."""
+        return 0 if self._codes is None else 4 * self._codes.nbytes // self._codes.shape[2] * channels
 
     def outgrown(self, pages: int) -> bool:
         """Whether there are so many more pages than set the levels that these must be set anew."""

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from veloxquant import PositionedRows
+from veloxquant.halves import by_halves
 from veloxquant.types import Scalar
 from veloxquant_rocketkv.compact import CompactSummary
 from veloxquant_rocketkv.config import RocketKVConfig
@@ -176,11 +177,7 @@ class Selector:
         if wanted is None:
             return None if self._filtered is None else self._range(0, rows)
         pages = self._pages(rows, keep_recent)
-        weights = self._ranked(queries, scale, pages)
-        if not self.rows.store.lossless and self.sink_pages <= wanted:
-            sure = mx.full((*weights.shape[:2], self.sink_pages), mx.inf)
-            weights = mx.concatenate([sure, weights[..., self.sink_pages :]], axis=2)
-        best = self._rows_of(top(weights, wanted))
+        best = self._rows_of(self._best(queries, scale, pages, wanted))
         start = pages * self._page_size
         others = mx.broadcast_to(mx.arange(start, rows, dtype=mx.int32), (self._batch, self._heads, rows - start))
         return self._stored(mx.concatenate([best, others], axis=2))
@@ -191,26 +188,38 @@ class Selector:
         queries = mx.broadcast_to(group, (self._batch, self._heads, size, dim)).reshape(self._batch, -1, 1, dim)
         return self.choose(queries, dim**-0.5, keep_recent=keep_recent)
 
-    def _ranked(self, queries: mx.array, scale: float, pages: int) -> mx.array:
+    def _best(self, queries: mx.array, scale: float, pages: int, wanted: int) -> mx.array:
+        """The best ``wanted`` of the first ``pages`` pages ``[B, Hkv, wanted]`` int32, ascending."""
         # All columns are ranked, spare capacity too: a slice of an array is several times slower to go through.
         if self.config.ranking == "rows":
             logits = row_scores(self.rows.store.scores(queries), self._heads, scale)
-            return self._weighed(rank, logits, pages)
+            return self._top(rank, logits, self._alive_pages(pages, logits.shape[3]), pages, wanted)
         self._extend(pages)
         grouped = queries.astype(mx.float32).reshape(self._batch, self._heads, -1, queries.shape[3])
         channels = choose_channels(grouped, self._channels)
         exact = self._page_size == 1
-        logits = self.summary.scores(grouped, channels, scale if exact else scale * BITS)
-        return self._weighed(rank if exact else rank_roughly, logits, pages)
+        scores = self.summary.scores(grouped, channels, scale if exact else scale * BITS)
+        alive = self._alive_pages(pages, self.summary.width)
 
-    def _weighed(self, ranks: Callable[..., mx.array], logits: mx.array, pages: int) -> mx.array:
+        def best(heads: slice) -> mx.array:
+            own = alive if alive is None or alive.shape[1] == 1 else alive[:, heads]
+            return self._top(rank if exact else rank_roughly, scores(heads), own, pages, wanted)
+
+        return by_halves(best, self._heads, self.summary.bytes_read(self._channels))
+
+    def _top(
+        self, ranks: Callable[..., mx.array], logits: mx.array, alive: mx.array | None, pages: int, wanted: int
+    ) -> mx.array:
         width = logits.shape[3]
-        weights = ranks(logits, self._alive_pages(pages, width))
-        if self.rows.valid() is None or pages == width:
-            return weights
-        # A head may have fewer live pages than are chosen; dead ones, which are masked, then come before what lies
-        # behind the pages, where there are the newest rows and none at all.
-        return mx.where(_offsets(width) < pages, weights, -mx.inf)
+        weights = ranks(logits, alive)
+        if self.rows.valid() is not None and pages < width:
+            # A head may have fewer live pages than are chosen; dead ones, which are masked, then come before what lies
+            # behind the pages, where there are the newest rows and none at all.
+            weights = mx.where(_offsets(width) < pages, weights, -mx.inf)
+        if not self.rows.store.lossless and self.sink_pages <= wanted:
+            sure = mx.full((*weights.shape[:2], self.sink_pages), mx.inf)
+            weights = mx.concatenate([sure, weights[..., self.sink_pages :]], axis=2)
+        return top(weights, wanted)
 
     def _rows_of(self, pages: mx.array) -> mx.array:
         size = self._page_size

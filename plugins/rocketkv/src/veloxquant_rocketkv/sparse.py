@@ -8,20 +8,23 @@ matter are read as whole rows; pages of one row have one plane. Section numbers 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import mlx.core as mx
 
-from veloxquant.buffers import flat_index
+from veloxquant.buffers import flat_rows
+from veloxquant.halves import ALL_HEADS
 
 __all__ = [
+    "channel_reader",
     "choose_channels",
     "page_bounds",
     "page_scores",
     "rank",
     "rank_roughly",
-    "read_channels",
     "read_plan",
     "row_scores",
+    "score_reader",
     "top",
 ]
 
@@ -93,11 +96,17 @@ def page_scores(queries: mx.array, bounds: mx.array, channels: mx.array, scale: 
     Returns:
         ``[B, Hkv, G, capacity]`` fp32.
     """
+    return score_reader(queries, bounds, channels, scale)(ALL_HEADS)
+
+
+def score_reader(queries: mx.array, bounds: mx.array, channels: mx.array, scale: float) -> Callable[[slice], mx.array]:
+    """What gives ``page_scores`` of the KV heads of a slice."""
     weighted, planes = read_plan(queries, channels, scale, bounds.shape[2])
     if planes is None:
-        return weighted @ bounds.astype(mx.float32)
+        return lambda heads: weighted[:, heads] @ bounds[:, heads].astype(mx.float32)
+    read = channel_reader(bounds, planes)
     # The whole capacity is multiplied: cutting it first would copy what was read.
-    return weighted @ read_channels(bounds, planes).astype(mx.float32)
+    return lambda heads: weighted[:, heads] @ read(heads).astype(mx.float32)
 
 
 def read_plan(queries: mx.array, channels: mx.array, scale: float, planes: int) -> tuple[mx.array, mx.array | None]:
@@ -128,11 +137,16 @@ def read_plan(queries: mx.array, channels: mx.array, scale: float, planes: int) 
     return weighted, None if count == dim else channels
 
 
-def read_channels(bounds: mx.array, planes: mx.array) -> mx.array:
-    """The rows ``planes`` ``[B, Hkv, k1]`` of the bounds ``[B, Hkv, n, width]``, through one take over whole rows."""
-    batch, heads, rows, width = bounds.shape
-    taken = mx.take(bounds.reshape(-1, width), flat_index(planes, rows), axis=0)
-    return taken.reshape(batch, heads, planes.shape[2], width)
+def channel_reader(bounds: mx.array, planes: mx.array) -> Callable[[slice], mx.array]:
+    """What reads the rows ``planes`` ``[B, Hkv, k1]`` of the bounds ``[B, Hkv, n, width]`` for a slice of heads."""
+    width = bounds.shape[3]
+    flat, numbers = bounds.reshape(-1, width), flat_rows(planes, bounds.shape[2])
+
+    def read(heads: slice) -> mx.array:
+        own = numbers[:, heads]
+        return mx.take(flat, own.reshape(-1), axis=0).reshape(*own.shape, width)
+
+    return read
 
 
 def row_scores(scores: mx.array, kv_heads: int, scale: float) -> mx.array:

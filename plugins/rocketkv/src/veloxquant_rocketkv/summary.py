@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import attrs
 import mlx.core as mx
 
-from veloxquant_rocketkv.sparse import page_scores
+from veloxquant_rocketkv.sparse import score_reader
 
 __all__ = ["PageSummary", "capacity_for"]
 
@@ -69,10 +71,22 @@ class PageSummary:
         """Forget everything."""
         self.pages, self.bounds, self._base = 0, None, 0
 
-    def scores(self, queries: mx.array, channels: mx.array, scale: float) -> mx.array:
-        """Approximate logits ``[B, Hkv, G, capacity]``, see ``page_scores``; those behind the pages mean nothing."""
+    def scores(self, queries: mx.array, channels: mx.array, scale: float) -> Callable[[slice], mx.array]:
+        """What gives approximate logits ``[B, Hkv, G, capacity]`` of the heads of a slice, see ``page_scores``.
+
+        Those behind the pages mean nothing.
+        """
         assert self.bounds is not None
-        return page_scores(queries, self.bounds, channels, scale)
+        return score_reader(queries, self.bounds, channels, scale)
+
+    @property
+    def width(self) -> int:
+        """Pages that there is room for."""
+        return 0 if self.bounds is None else self.bounds.shape[3]
+
+    def bytes_read(self, channels: int) -> int:
+        """Bytes that scoring by so many channels reads."""
+        return 0 if self.bounds is None else self.bounds.nbytes // self.bounds.shape[2] * channels
 
     def live(self) -> mx.array | None:
         """The bounds of the pages summarised, without spare capacity; None when there are none."""
