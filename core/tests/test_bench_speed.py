@@ -13,10 +13,12 @@ from mlx_lm.models.cache import KVCache
 
 from veloxquant import VeloxQuantError
 from veloxquant.attention import is_routed
+from veloxquant.bench import speed
 from veloxquant.bench import speed_blas
 from veloxquant.bench import speed_model
 from veloxquant.bench.arms import method_arm
 from veloxquant.bench.arms import plain_arm
+from veloxquant.bench.held import Held
 from veloxquant.bench.layer_work import Shape
 from veloxquant.bench.layer_work import blocks
 from veloxquant.bench.layer_work import read_block
@@ -170,6 +172,25 @@ def test_every_arm_at_every_length(registry):
     assert plain["seconds_ratio"] == 1.0
     assert plain["bytes_held"] == 2 * 2 * 256 * 36 * 4
     assert {"update_seconds", "with_attention_seconds", "last_token_seconds"} <= set(writer.run.results[-1].figures)
+
+
+def test_the_first_step_after_other_arms_counts_apart(registry, monkeypatch):
+    clock, durations = [0.0], iter([9.0, 1.0, 3.0, 2.0] * 100)
+
+    def stored(*given):
+        clock[0] += next(durations)
+        return mx.zeros(1)
+
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(speed, "_filled", lambda *given: object())
+    monkeypatch.setattr(speed, "held", lambda cache: Held(keys=0, values=0, auxiliary=0, static=0, plain=0))
+    monkeypatch.setattr(speed, "store", stored)
+    plan = SpeedPlan(lengths=(20,), shape=Shape(query_heads=2, kv_heads=1, head_dim=8), steps=7, prefill_rows=0)
+    with Writer(new_run("speed")) as writer:
+        measure_speed({20: [plain_arm(), method_arm("coarse", registry=registry)]}, plan, writer, quiet)
+    for result in writer.run.results:
+        assert (result.figures["seconds"], result.figures["first_seconds"]) == (2.0, 9.0)
+        assert result.figures["rounds"] == 3  # of three steps that count
 
 
 # --------------------------------------------------------------- on a model

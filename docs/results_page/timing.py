@@ -70,20 +70,26 @@ def _steps(results: Sequence[Result]) -> list[str]:
     if not results:
         return []
     lengths = _lengths(results)
+    first = all("first_seconds" in result.figures for result in results)
     columns = ["arm"]
     for length in lengths:
-        columns += [f"{length:,} rows, ms", "x plain"]
+        columns += [f"{length:,} rows, ms", "x plain", *(["first, x plain"] if first else [])]
     rows = []
     for arm in _arms(results):
         cells = [arm]
         for length in lengths:
             result = _of(results, arm, length)
             cells += [DASH, DASH] if result is None else [ms(result.figures["seconds"]), _ratio(result, "seconds")]
+            if first:
+                cells.append(DASH if result is None else _ratio(result, "first_seconds"))
         rows.append([*cells, _held(results, arm, lengths[-1])])
     rounds = max(result.figures.get("rounds", 0) for result in results)
     about = f"**A decode step**, {rounds} rounds"
     together = max(result.figures.get("steps_together", 1) for result in results)
     about += f" of {together} steps timed together" if together > 1 else ""
+    about += (
+        "; first: the step right after the other arms, whose rows have taken the processor's caches" if first else ""
+    )
     return [f"{about}.", "", *table([*columns, f"held at {lengths[-1]:,}"], rows)]
 
 

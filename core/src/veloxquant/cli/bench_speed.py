@@ -85,7 +85,7 @@ def speed(
     kv_heads: KVHeads = 8,
     head_dim: HeadDim = 128,
     dtype: Dtype = "float32",
-    steps: Annotated[int, typer.Option(help="Times that each step is timed.")] = 30,
+    steps: Annotated[int, typer.Option(help="Steps of each arm that count.")] = 30,
     prefill_rows: Annotated[int, typer.Option(help="Rows of the prompt's block that is timed; 0 for none.")] = 1024,
     prefill_step: Annotated[int, typer.Option(help="Prompt rows put into a cache at a time.")] = 2048,
     model: Annotated[

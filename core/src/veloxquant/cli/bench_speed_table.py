@@ -23,6 +23,11 @@ _STEP_LEGEND = (
     "is faster. Ranges are quartiles: half of the steps lay inside."
 )
 
+_FIRST_LEGEND = (
+    " first: the step right after the other arms, whose rows have taken the processor's caches; the other columns are "
+    "of the steps that follow it."
+)
+
 _PREFILL_LEGEND = (
     "a prompt in one block. update: of the cache alone. own: what it takes beyond the plain cache's, per row. whole: "
     "update and attention of the block, and beside the plain cache's. end: the last token, with all that ends a prompt."
@@ -77,8 +82,14 @@ def _show_run(run: Run) -> None:
     lengths = list(dict.fromkeys(result.figures["length"] for result in steps))
     for length in lengths:
         own = [result for result in steps if result.figures["length"] == length]
-        columns = (f"{length:,} rows", "ms a step", "quartiles", "x plain", "quartiles\nof it")
-        show_wide(columns, [_timed(result) for result in own], _STEP_LEGEND if length == lengths[-1] else "")
+        columns: tuple[str, ...] = (f"{length:,} rows", "ms a step", "quartiles", "x plain", "quartiles\nof it")
+        cells: list[tuple[str, ...]] = [_timed(result) for result in own]
+        legend = _STEP_LEGEND
+        if all("first_seconds" in result.figures for result in own):
+            columns = (*columns, "first\nms", "first\nx plain")
+            cells = [(*row, *_first(result)) for row, result in zip(cells, own, strict=True)]
+            legend += _FIRST_LEGEND
+        show_wide(columns, cells, legend if length == lengths[-1] else "")
     if run.of_kind("prefill"):
         show_wide(*_prefill(run.of_kind("prefill")), _PREFILL_LEGEND)
     if run.of_kind("generation"):
@@ -94,6 +105,10 @@ def _timed(result: Result) -> tuple[str, ...]:
         f"{figures['seconds_ratio']:.2f}",
         _range(figures["seconds_ratio_quartiles"], 1),
     )
+
+
+def _first(result: Result) -> tuple[str, str]:
+    return _ms(result.figures["first_seconds"]), f"{result.figures['first_seconds_ratio']:.2f}"
 
 
 def _prefill(results: Sequence[Result]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
