@@ -14,7 +14,7 @@ Stream = mx.Stream | mx.ThreadLocalStream | None
 ALL_HEADS = slice(None)
 
 # Bytes from which reading them on another thread gains more than it costs to wake it.
-_WORTH_A_STREAM = 2**19
+_WORTH_A_STREAM = 2**20
 
 
 def second_stream(size: int) -> Stream:
