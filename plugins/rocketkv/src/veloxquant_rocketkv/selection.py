@@ -248,6 +248,10 @@ class Selector:
         arrays = self.summary.arrays()
         return arrays if self._filtered is None else {**arrays, "filtered": self._filtered}
 
+    def held(self) -> list[mx.array]:
+        """The arrays of the summary themselves, spare capacity included."""
+        return self.summary.held()
+
     def values(self) -> dict[str, int]:
         """The plain values that go with ``arrays``."""
         return {"turn": self._turn}
