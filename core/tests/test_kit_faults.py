@@ -619,6 +619,13 @@ class KeepsQueriesInAGlobal(Keeper):
         self.latest = state.queries
 
 
+@caught_by("handover")
+class SaysThatEveryStepReadsAll(Keeper):
+    @hookimpl
+    def veloxquant_unread(self, state):
+        return []
+
+
 @caught_by("restored_goes_on")
 class SnapshotMissesTheQueries(Keeper):
     def serialize(self, state):
@@ -895,6 +902,18 @@ def mask_of_any_window(self, N, **_):
     return None if N == 1 else "causal"
 
 
+def lazy_trim(self, n):
+    whole = mx.async_eval
+    mx.async_eval = lambda *_: None
+    try:
+        return whole_trim(self, n)
+    finally:
+        mx.async_eval = whole
+
+
+whole_trim = LayerCache.trim
+
+
 def rebuilt_around(cache, state):
     other = type(cache)(cache.method, cache.config, cache.layer, state)
     other._resume(cache._session())
@@ -917,6 +936,10 @@ CORE_FAULTS = {
         lambda self, memo: rebuilt_around(self, self.method_state),
         ["deepcopy_independent", "batch_steps"],
     ),
+    "the state is left lazy": (
+        LayerCache, "_computing_state", lambda self, output, in_prompt: output, ["handover"]
+    ),
+    "a rewind is left lazy": (LayerCache, "trim", lazy_trim, ["handover"]),
     "an attribute bits": (LayerCache, "bits", 4, ["members", "restored_goes_on"]),
     "kv_bits does nothing": (LayerCache, "to_quantized", lambda self, **_: self, ["kv_bits_refused"]),
     "windows are ignored": (

@@ -9,6 +9,7 @@ import weakref
 import mlx.core as mx
 import pytest
 
+from veloxquant import Snapshot
 from veloxquant import hookimpl
 from veloxquant import layers
 from veloxquant import timing
@@ -61,7 +62,8 @@ def test_calls_are_counted_by_hook_and_layer(observer, registry, rows):
             "decode": index,
             "trim": 1,
             "account": 1,
-            "serialize": 1,
+            # After every call, for what it may have left uncomputed; after the rewind; and for the state.
+            "serialize": 4 + index,
         }
     assert {layer for _, layer in found} == {3, 7}
 
@@ -128,6 +130,10 @@ def test_work_is_timed_only_when_synchronized(registry, toys, rows):
             return {"sum": None}
 
         @hookimpl
+        def veloxquant_serialize(self):
+            return Snapshot({})
+
+        @hookimpl
         def veloxquant_finish_prompt(self): ...
 
         @hookimpl
@@ -175,7 +181,7 @@ def test_reset_forgets_figures_and_not_layers(observer, registry, rows):
     observer.reset()
     assert observer.rows() == []
     feed(cache, rows, 40)
-    assert counts(observer) == {("prefill", 5): 1}
+    assert counts(observer) == {("prefill", 5): 1, ("serialize", 5): 1}
 
 
 def test_only_caches_made_under_observation_are_timed(registry, rows):
@@ -189,7 +195,7 @@ def test_only_caches_made_under_observation_are_timed(registry, rows):
     feed(after, rows, 3)
     assert counts(observer) == {("create", 0): 1}
     feed(during, rows, 3)
-    assert counts(observer) == {("create", 0): 1, ("prefill", 0): 1}
+    assert counts(observer) == {("create", 0): 1, ("prefill", 0): 1, ("serialize", 0): 1}
 
 
 def test_copies_and_restored_states_are_counted_under_their_layer(observer, registry, rows):
@@ -197,7 +203,7 @@ def test_copies_and_restored_states_are_counted_under_their_layer(observer, regi
     feed(cache, rows, 3)
     observer.reset()
     feed(copy.deepcopy(cache), rows, 3)
-    assert counts(observer) == {("prefill", 4): 1}
+    assert counts(observer) == {("prefill", 4): 1, ("serialize", 4): 1}
     ops = cache.method.ops
     state = ops.restore(cache.config, cache.layer, ops.serialize(cache.method_state))
     ops.account(state)
@@ -257,7 +263,7 @@ def test_a_whole_model(observer, registry):
     caches = make_prompt_cache(model, "noop_attend", registry=registry)
     model(mx.arange(40)[None], cache=caches)
     model(mx.array([[1]]), cache=caches)
-    expected = {"create": 1, "prefill": 2, "attend": 2, "finish_prompt": 1}
+    expected = {"create": 1, "prefill": 2, "attend": 2, "finish_prompt": 1, "serialize": 2}
     assert counts(observer) == {(hook, layer): n for hook, n in expected.items() for layer in range(3)}
 
 
@@ -268,7 +274,7 @@ def test_rows_come_in_the_order_of_hooks_and_layers(observer, registry, rows):
     for index in (2, 0, 1):
         feed(get_cache("noop", layer=LayerSpec(index=index), registry=registry), rows, 3)
     assert [(row.hook, row.layer) for row in observer.rows()] == [
-        (hook, layer) for hook in ("create", "prefill") for layer in (0, 1, 2)
+        (hook, layer) for hook in ("create", "prefill", "serialize") for layer in (0, 1, 2)
     ]
 
 

@@ -160,6 +160,10 @@ class GrowingArrays:
         """The rows held, by name; empty when there are none."""
         return {name: self.live(name) for name in self._buffers}
 
+    def buffers(self) -> list[mx.array]:
+        """The buffers themselves, spare rows included; empty when no row is held."""
+        return list(self._buffers.values())
+
     def load(self, arrays: Mapping[str, mx.array]) -> None:
         """Take over what ``arrays`` gave; the buffers then fit exactly."""
         # Arrays of their own: these buffers are written to.

@@ -67,6 +67,7 @@ class LayerCache:
         # Bound once: the adapter runs for every layer of every step.
         self._prefill: Callable[..., tuple[mx.array, mx.array]] = ops.prefill
         self._decode: Callable[..., tuple[mx.array, mx.array]] = ops.decode
+        self._unread: Callable[..., Sequence[mx.array]] | None = ops.unread
         option = method.info.prompt_window
         self._window: int = DEFAULT_WINDOW if option is None else max(2, getattr(config, option))
         # Whatever comes first is prompt.
@@ -103,6 +104,11 @@ class LayerCache:
         Raises:
             UnsupportedShapeError: Shapes or dtypes do not fit each other or the rows held.
         """
+        in_prompt, (keys, values) = self._store(keys, values)
+        return self._computing_state(keys, in_prompt), values
+
+    def _store(self, keys: mx.array, values: mx.array) -> tuple[bool, tuple[mx.array, mx.array]]:
+        """Let the method store new rows; returns whether they are of a prompt, and what the method answers."""
         shape = self._shape
         if (keys.shape, values.shape, keys.dtype, values.dtype) != self._step:
             shape = self._checked(keys, values)
@@ -110,7 +116,7 @@ class LayerCache:
         if not self._prompt_open and rows < self._window:
             result = self._decode(self.method_state, keys, values)
             self.offset += rows
-            return result
+            return False, result
         result = self._prefill(self.method_state, keys, values)
         # Only now: a block that the method refuses changes nothing.
         self._remember(shape)
@@ -119,7 +125,23 @@ class LayerCache:
         self._block = rows
         if rows == 1:
             self._prompt_attended()
-        return result
+        return True, result
+
+    def _computing_state(self, output: mx.array, in_prompt: bool) -> mx.array:
+        """``output``, with which all is computed that the method holds.
+
+        What is left lazy holds all that it is made of, and cannot be computed in another thread.
+        """
+        arrays = self._uncomputed(in_prompt)
+        return mx.depends(output, arrays) if arrays else output
+
+    def _uncomputed(self, in_prompt: bool) -> list[mx.array]:
+        """Arrays of the state that the output of a call may not depend on."""
+        unread = self._unread
+        if unread is not None and not in_prompt:
+            return list(unread(self.method_state))
+        snapshot: Snapshot = self.method.ops.serialize(self.method_state)
+        return [*snapshot.arrays.values(), *(() if unread is None else unread(self.method_state))]
 
     def _prompt_attended(self) -> None:
         """The last prompt token was stored; without routed attention nothing has to be waited for."""
@@ -277,8 +299,12 @@ class LayerCache:
             self._completed = min(self._completed, self.offset)
         # The rest of a prompt that came in one block with a draft: the block has been attended, and what the
         # trim left of it is the end of the prompt.
-        if self._prompt_open and 0 < self._block < self._window:
+        ends = self._prompt_open and 0 < self._block < self._window
+        if ends:
             self._finish_prompt()
+        if n or ends:
+            # Whoever goes on may be another thread. Nothing waits for this.
+            mx.async_eval(self._uncomputed(in_prompt=True))  # type: ignore[no-untyped-call]
         return n
 
     def _reset(self) -> None:

@@ -13,6 +13,7 @@ back to Python.
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -39,6 +40,7 @@ __all__ = [
     "veloxquant_rows",
     "veloxquant_serialize",
     "veloxquant_trim",
+    "veloxquant_unread",
 ]
 
 # -------------------------------------------------------------------------
@@ -161,6 +163,25 @@ def veloxquant_finish_prompt(state: Any) -> None:
         state: State of the layer. This is the moment to evict.
 
     Must not: change what has already been returned.
+    """
+
+
+@hookspec(firstresult=True)
+def veloxquant_unread(state: Any) -> Sequence[mx.array]:
+    """Name the arrays held that a decode step may leave uncomputed. Optional: without it all arrays count.
+
+    Called: after every call. What the model goes on with is made to depend on these arrays, so that they are computed
+    with it: left lazy they would hold all that they are made of, and could not be computed in another thread. Without
+    this hook those of ``veloxquant_serialize`` are taken, which costs time; after a prompt they are taken in any case.
+
+    Args:
+        state: State of the layer.
+
+    Returns:
+        Arrays held that a step changes and whose new content its attention (or, without one, what it returned) does
+        not read; empty where there are none.
+
+    Must not: change the state, or leave out an array that changes unread.
     """
 
 

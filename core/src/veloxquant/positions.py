@@ -115,6 +115,10 @@ class PositionedRows:
         self._kept = mx.contiguous(mx.where(alive, kept, -1)[..., :rows]) if rows else None
         self._ragged = rows > 0 and not bool(alive[..., :rows].all().item())
 
+    def unread(self) -> list[mx.array]:
+        """Arrays of the store that a step changes unread, see ``veloxquant_unread``: new rows are read as they came."""
+        return [] if self.store.lossless else list(self.store.arrays().values())
+
     def arrays(self) -> dict[str, mx.array]:
         """The store's arrays and the positions of kept rows."""
         arrays = self.store.arrays()

@@ -42,7 +42,7 @@ class RoutedLayerCache(LayerCache):
                 "veloxquant.attention.route(model) (make_prompt_cache and use do), keep the model routed while the "
                 "cache is in use, or make the cache with true_queries=False"
             )
-        result = super().update_and_fetch(keys, values)
+        _, result = self._store(keys, values)
         self._awaiting = keys.shape[2]
         return result
 
@@ -96,10 +96,11 @@ class RoutedLayerCache(LayerCache):
         if output is None:
             output = attention(queries, keys, values, scale, mask, sinks)
         self._awaiting = 0
+        in_prompt = self._prompt_open
         if self._finish_after:
             self._finish_after = False
             self._finish_prompt()
-        return output
+        return self._computing_state(output, in_prompt)
 
     def _reset(self) -> None:
         super()._reset()

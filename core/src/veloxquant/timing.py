@@ -144,6 +144,11 @@ class TimingObserver:
         """Time the taking of a snapshot."""
         return (yield from self._timed("serialize", state))
 
+    @hookimpl(wrapper=True)
+    def veloxquant_unread(self, state: Any) -> _Wrapper:
+        """Time the naming of arrays."""
+        return (yield from self._timed("unread", state))
+
     # ---------------------------------------------------------------- timing
 
     def _timed(self, hook: str, state: Any) -> _Wrapper:

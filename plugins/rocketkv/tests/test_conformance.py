@@ -23,6 +23,23 @@ class TestDefault(MethodTests):
     dense_config = DENSE
 
 
+class TestChoosing(MethodTests):
+    """A ratio of 8, however few rows there are."""
+
+    method = "rocketkv"
+    config = RocketKVConfig(dense_rows=0)
+    dense_config = DENSE
+
+
+@pytest.mark.slow
+class TestFewThenMany(MethodTests):
+    """All rows are read at first, and some of them later."""
+
+    method = "rocketkv"
+    config = RocketKVConfig(dense_rows=95, page_size=2)
+    dense_config = DENSE
+
+
 class TestSmall(MethodTests):
     """Pages of three, few channels, few rows read, a short window."""
 

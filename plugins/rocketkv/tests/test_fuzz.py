@@ -249,6 +249,7 @@ STACKED = [
     RocketKVConfig(ranking="rows", exact_recent=EXACT, **PACKED),
     RocketKVConfig(page_size=3, exact_recent=EXACT, multi_turn=True, **PACKED),
     RocketKVConfig(page_size=2, exact_recent=EXACT, summary_bits=4, **PACKED),
+    RocketKVConfig(page_size=2, exact_recent=EXACT, dense_rows=40, **PACKED),
 ]
 
 

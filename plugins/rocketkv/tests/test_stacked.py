@@ -19,7 +19,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 64
 
 def routed(**options):
     layer = LayerSpec(query_mode="routed", query_heads=HEADS)
-    return veloxquant.get_cache("rocketkv", {**PACKED, **options}, layer=layer)
+    return veloxquant.get_cache("rocketkv", {"dense_rows": 0, **PACKED, **options}, layer=layer)
 
 
 def feed(cache, rows, cuts):

@@ -13,6 +13,7 @@ import veloxquant_rocketkv.attend
 import veloxquant_rocketkv.selection
 from veloxquant import LayerSpec
 from veloxquant.attention import attention
+from veloxquant_rocketkv import RocketKVConfig
 from veloxquant_rocketkv import page_bounds
 from veloxquant_rocketkv import select_indices
 from veloxquant_snapkv import keep_indices
@@ -24,6 +25,7 @@ SCALE = DIM**-0.5
 
 
 def routed(**options):
+    options = {"dense_rows": 0, **options}
     return veloxquant.get_cache("rocketkv", options, layer=LayerSpec(query_mode="routed", query_heads=HEADS))
 
 
@@ -145,6 +147,46 @@ def test_topk_is_the_number_of_rows_read(attended, options, keep_recent):
     feed(cache, rows, [1] * 10)
     size = options.get("page_size", 1 if options.get("ranking") else 2)
     assert {24 <= keys < 24 + size for keys, _ in attended} == {True}
+    assert rows_read(cache) == attended[-1][0]
+
+
+def rows_read(cache):
+    return cache.method.ops.account(cache.method_state).details["rows_read"]
+
+
+def test_few_rows_are_read_without_a_choice(attended):
+    rows = data(400)
+    cache = routed(dense_rows=None)
+    outputs = feed(cache, rows, [299, 1, *[1] * 20])
+    kept = held(cache)
+    assert "bounds" not in kept
+    assert rows_read(cache) == cache.rows == int(300 / 8**0.38) + 20
+    queries = rows[0][:, :, 319:320]
+    expected = attention(queries, mx.array(kept["keys"]), mx.array(kept["values"]), SCALE, None)
+    assert mx.allclose(outputs[:, :, -1:], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"stage1": False}, {"multi_turn": True}])
+def test_rows_are_chosen_as_soon_as_there_are_more(attended, options):
+    rows = data(420)
+    cache, always = routed(dense_rows=145, **options), routed(**options)
+    for one in (cache, always):
+        feed(one, rows, [299, 1, *[1] * 9])
+    attended.clear()
+    for _ in range(30):
+        outputs = [feed(one, rows, [1]) for one in (cache, always)]
+        few = cache.method_state.selector.filtered_rows <= 145
+        assert rows_read(cache) == (cache.method_state.selector.filtered_rows if few else rows_read(always))
+        assert few or (outputs[0] == outputs[1]).all()
+    # The last of those steps chose, and what it chose by is what it would be had it always been there.
+    assert cache.method_state.selector.filtered_rows > 145
+    assert same(cache, always)
+
+
+def test_options_say_how_many_rows_are_few():
+    assert RocketKVConfig().all_read_up_to == 384
+    assert RocketKVConfig(topk=40).all_read_up_to == 0
+    assert RocketKVConfig(topk=40, dense_rows=100).all_read_up_to == 100
 
 
 def test_in_proxy_mode_the_key_chooses_and_the_chosen_rows_come_back():

@@ -205,6 +205,11 @@ class CompressState:
         """Bytes of codes, of rows as they came, and of the codebook."""
         return compress_details(self)
 
+    def arrays(self) -> list[mx.array]:
+        """Every array held, but those between a call and its attention."""
+        counts = [] if self.aware is None else [self.aware]
+        return [*self.codes.buffers(), *self.ring.arrays(), *(self.sinks or ()), *counts]
+
     def snapshot(self) -> Snapshot:
         """Everything but the rows that only serve to make rewinds exact."""
         arrays = dict(self.codes.arrays())

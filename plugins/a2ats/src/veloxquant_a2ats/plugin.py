@@ -82,6 +82,12 @@ def veloxquant_attend(
 
 
 @hookimpl
+def veloxquant_unread(state: State) -> list[mx.array]:
+    """Everything: not all codes and counts are read at a step."""
+    return state.arrays()
+
+
+@hookimpl
 def veloxquant_account(state: State) -> ByteCount:
     """Count the arrays held."""
     return state.account()

@@ -132,6 +132,10 @@ class CompactSummary:
         count = mx.array(self._set_by, mx.int32)
         return {"codes": self._codes[..., : self.pages // 2], "levels": self._levels, "levels_set_by": count}
 
+    def held(self) -> list[mx.array]:
+        """The arrays themselves, spare capacity included; empty when there are none."""
+        return [array for array in (self._codes, self._levels) if array is not None]
+
     def load(self, arrays: dict[str, mx.array]) -> None:
         """Take what ``arrays`` gave out of a snapshot."""
         self.clear()

@@ -19,7 +19,10 @@ from veloxquant import ConfigError
 from veloxquant_rocketkv.split import split_compression_ratio
 from veloxquant_rocketkv.split import split_pages_and_channels
 
-__all__ = ["RocketKVConfig"]
+__all__ = ["DENSE_ROWS", "RocketKVConfig"]
+
+DENSE_ROWS = 384
+"""Rows that are read sooner than chosen from; the method's page has figures."""
 
 
 def _count(minimum: int, maximum: int = 2**20) -> Any:
@@ -77,6 +80,14 @@ class RocketKVConfig:
         default=None,
         validator=optional(_count(1, 2**31 - 1)),
         metadata={"help": "rows attended per KV head at a step; tokens seen / (2 * ratio) when not given"},
+    )
+    dense_rows: int | None = attrs.field(
+        default=None,
+        validator=optional(_count(0)),
+        metadata={
+            "help": "rows held up to which a step reads all of them, for choosing would cost more; 384 when not given, "
+            "and 0 with topk"
+        },
     )
     exact_recent: int = attrs.field(
         default=32,
@@ -168,6 +179,13 @@ class RocketKVConfig:
         if self.topk is not None:
             return self.topk
         return max(int(tokens_seen / (2 * self.compression_ratio)), self.sinks + self.newest_rows + 1)
+
+    @property
+    def all_read_up_to(self) -> int:
+        """Rows held up to which a step reads all of them."""
+        if self.dense_rows is not None:
+            return self.dense_rows
+        return DENSE_ROWS if self.topk is None else 0
 
     def pages_and_channels(self, head_dim: int) -> tuple[int, int]:
         """Rows of a page, and channels by which pages are ranked.

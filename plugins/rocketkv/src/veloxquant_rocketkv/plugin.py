@@ -101,6 +101,12 @@ def veloxquant_finish_prompt(state: RocketKVState) -> None:
 
 
 @hookimpl
+def veloxquant_unread(state: RocketKVState) -> list[mx.array]:
+    """Everything that a step may change but rows as they came, which it reads."""
+    return state.unread()
+
+
+@hookimpl
 def veloxquant_account(state: RocketKVState) -> ByteCount:
     """Count the arrays held."""
     return state.account()

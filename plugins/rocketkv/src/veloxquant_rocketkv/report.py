@@ -40,7 +40,7 @@ def byte_count(state: RocketKVState) -> ByteCount:
         "compression_ratio": state.config.compression_ratio,
         "tokens_kept": kept,
         "tokens_seen": seen,
-        "rows_read": min(state.rows.count, state.config.rows_to_read(seen)),
+        "rows_read": state.selector.rows_read,
         "keep_rate": kept / seen if seen else 1.0,
         "stage1_ratio": state.config.stage1_ratio,
         **state.selector.details(),

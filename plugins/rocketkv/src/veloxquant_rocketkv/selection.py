@@ -99,6 +99,8 @@ class Selector:
 
     def _wanted(self, rows: int, seen: int, keep_recent: int) -> int | None:
         """Pages to choose when ``rows`` rows of ``seen`` tokens are there; None to attend to all rows."""
+        if rows <= self.config.all_read_up_to:
+            return None
         pages = self._pages(rows, keep_recent)
         others = rows - pages * self._page_size
         wanted = max(1, -(-(self.config.rows_to_read(seen) - others) // self._page_size))
@@ -155,6 +157,15 @@ class Selector:
     def chooses_all(self) -> bool:
         """Whether the newest token attends to every row held; those before it then do too."""
         return self._filtered is None and self._wanted(self.rows.count, self.rows.end, self.config.newest_rows) is None
+
+    @property
+    def rows_read(self) -> int:
+        """Rows that the newest token attends to, per KV head."""
+        rows, seen, keep_recent = self.filtered_rows, self.rows.end, self.config.newest_rows
+        wanted = self._wanted(rows, seen, keep_recent)
+        if wanted is None:
+            return rows
+        return rows - (self._pages(rows, keep_recent) - wanted) * self._page_size
 
     def choose(
         self, queries: mx.array, scale: float, count: int | None = None, keep_recent: int | None = None
@@ -256,6 +267,10 @@ class Selector:
         """The summary and the filtered set, as far as there are any."""
         arrays = self.summary.arrays()
         return arrays if self._filtered is None else {**arrays, "filtered": self._filtered}
+
+    def held(self) -> list[mx.array]:
+        """The arrays of the summary themselves, spare capacity included."""
+        return self.summary.held()
 
     def values(self) -> dict[str, int]:
         """The plain values that go with ``arrays``."""

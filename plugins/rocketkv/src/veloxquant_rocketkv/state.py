@@ -115,6 +115,12 @@ class RocketKVState:
         if not self.collecting:
             self.selector.rewind(before)
 
+    def unread(self) -> list[mx.array]:
+        """Arrays that a step may change without reading them."""
+        if self.rows.store.lossless:
+            return self.selector.held()
+        return [*self.rows.unread(), *self.selector.held(), *self.exact.arrays().values()]
+
     def account(self) -> ByteCount:
         """Bytes of rows, positions, summaries and queries."""
         return byte_count(self)

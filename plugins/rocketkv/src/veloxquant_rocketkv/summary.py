@@ -97,6 +97,10 @@ class PageSummary:
         live = self.live()
         return {} if live is None else {"bounds": live}
 
+    def held(self) -> list[mx.array]:
+        """The array itself, spare capacity included; empty when there is none."""
+        return [] if self.bounds is None else [self.bounds]
+
     def load(self, arrays: dict[str, mx.array]) -> None:
         """Take what ``arrays`` gave out of a snapshot."""
         self.clear()

@@ -89,6 +89,12 @@ def veloxquant_finish_prompt(state: SnapKVState) -> None:
 
 
 @hookimpl
+def veloxquant_unread(state: SnapKVState) -> list[mx.array]:
+    """Rows in the store of another method; otherwise a step reads all that it changes."""
+    return state.rows.unread()
+
+
+@hookimpl
 def veloxquant_account(state: SnapKVState) -> ByteCount:
     """Count the arrays held."""
     return state.account()

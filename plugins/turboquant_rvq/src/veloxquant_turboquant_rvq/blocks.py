@@ -152,6 +152,11 @@ class BlockCodes:
         self._blocks = mx.contiguous(self._blocks[:, :, :full]) if full else None
         self._fill_tail(self._unpacked(cut)[:, :, :rest])
 
+    def buffers(self) -> list[mx.array]:
+        """Blocks, and the buffer of the rows behind them."""
+        rows = self._tail.buffers()
+        return rows if self._blocks is None else [self._blocks, *rows]
+
     def arrays(self) -> dict[str, mx.array]:
         """Blocks, and live rows behind them."""
         arrays = self._tail.arrays()

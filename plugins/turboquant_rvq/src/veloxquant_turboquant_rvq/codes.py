@@ -158,6 +158,10 @@ class RowCodes:
         """Forget the last rows."""
         self._rows.drop_last(count)
 
+    def buffers(self) -> list[mx.array]:
+        """The buffer, if there is one."""
+        return self._rows.buffers()
+
     def arrays(self) -> dict[str, mx.array]:
         """Live rows."""
         return self._rows.arrays()

@@ -83,6 +83,12 @@ def veloxquant_attend(
 
 
 @hookimpl
+def veloxquant_unread(state: TurboQuantRVQState) -> list[mx.array]:
+    """Everything: packed rows that are also held as they came are read as those."""
+    return state.arrays()
+
+
+@hookimpl
 def veloxquant_account(state: TurboQuantRVQState) -> ByteCount:
     """Count the arrays held."""
     return state.account()

@@ -126,6 +126,12 @@ class TurboQuantRVQState:
         details = {**count.details, "exact_key_bytes": keys, "exact_value_bytes": values}
         return attrs.evolve(count, keys=count.keys + keys, values=count.values + values, rows=None, details=details)
 
+    def arrays(self) -> list[mx.array]:
+        """Every array held."""
+        exact = [rows for rows in (self.first, self.newest) if rows is not None]
+        copies = [array for rows in exact for array in (rows.keys, rows.values) if array is not None]
+        return [*self.rows.buffers(), *copies]
+
     def snapshot(self) -> Snapshot:
         """Everything, as arrays."""
         arrays = dict(self.rows.arrays())

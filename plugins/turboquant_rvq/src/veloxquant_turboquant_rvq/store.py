@@ -162,6 +162,11 @@ class TurboQuantRows:
         if self._values is not None:
             self._values.drop_last(count)
 
+    def buffers(self) -> list[mx.array]:
+        """Every array held, spare rows included."""
+        codes = [array for held in (self._keys, self._values) if held is not None for array in held.buffers()]
+        return [*codes, *self._rows.buffers()]
+
     def arrays(self) -> dict[str, mx.array]:
         """Packed live rows, and an empty row of each kind that tells dimension and dtype."""
         if self._keys is None:

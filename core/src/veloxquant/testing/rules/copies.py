@@ -6,6 +6,8 @@ import copy
 import gc
 import threading
 import weakref
+from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +21,10 @@ from veloxquant.testing.driver import contents
 from veloxquant.testing.driver import feed
 from veloxquant.testing.driver import numbers
 from veloxquant.testing.driver import require_equal
+from veloxquant.testing.driver import step
+from veloxquant.testing.failures import RuleFailure
 from veloxquant.testing.failures import require
+from veloxquant.testing.subject import LATER
 from veloxquant.testing.subject import Subject
 
 _MORE = [5, 1, 1]
@@ -133,3 +138,67 @@ def check_threads(subject: Subject) -> None:
         cache = subject.cache()
         serial = _answers(feed(cache, fed[which], cuts))
         require_equal(found[which], {**serial, **contents(cache)}, f"thread {which} of 4, against a serial run")
+
+
+def check_handover(subject: Subject) -> None:
+    """A cache that was begun in one thread, where nothing but its outputs was computed, goes on in another."""
+    begun = {
+        "in the middle of a prompt": [subject.tokens // 2],
+        "after a prompt": subject.prompt,
+        "after a step": [*subject.prompt, 1],
+        "after two steps": [*subject.prompt, 1, 1],
+        "after a short block": [*subject.prompt, 1, min(4, subject.window - 1)],
+        "long after a prompt": [*subject.prompt, *[1] * LATER],
+    }
+    later = subject.rows(sum(_MORE), seed=1)
+    for name, cuts in begun.items():
+        rows = subject.rows(sum(cuts))
+        for rewind in (0, 2) if subject.trimmable and len(cuts) < LATER else (0,):
+            found = [_handed_over(subject, rows, cuts, rewind, later, run) for run in (_in_a_thread, _here)]
+            what = f"{name}{f', {rewind} tokens trimmed away' if rewind else ''}: going on in another thread"
+            require_equal(found[0], found[1], f"{what}, against going on in the same one")
+
+
+def _handed_over(
+    subject: Subject,
+    rows: Rows,
+    cuts: Sequence[int],
+    rewind: int,
+    later: Rows,
+    run: Callable[[Callable[[], Any], str], Any],
+) -> dict[str, Any]:
+    def begin() -> LayerCache:
+        cache, start = subject.cache(), 0
+        for size in cuts:
+            # The state is left alone: a generator computes tokens, and whatever they depend on.
+            mx.eval(step(cache, rows.part(start, start + size)).output)
+            start += size
+        cache.trim(rewind)
+        return cache
+
+    cache = run(begin, "a thread began a cache")
+    answers: dict[str, Any] = run(lambda: _go_on(cache, later), "a thread went on with a cache that another one began")
+    return answers
+
+
+def _here(work: Callable[[], Any], what: str) -> Any:
+    return work()
+
+
+def _in_a_thread(work: Callable[[], Any], what: str) -> Any:
+    """Do something in a thread of its own, which ends with it."""
+    found: list[Any] = []
+    errors: list[Exception] = []
+
+    def body() -> None:
+        try:
+            found.append(work())
+        except Exception as error:  # shown by the thread that checks
+            errors.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    if errors:
+        raise RuleFailure(f"{what} and failed: {type(errors[0]).__name__}: {errors[0]}") from errors[0]
+    return found[0]
