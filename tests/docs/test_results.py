@@ -335,8 +335,6 @@ def test_the_command_of_a_run_can_be_typed(run):
     words = shlex.split(" ".join(line.removesuffix("\\") for line in COMMAND.command_lines(run)))
     words = words[words.index("veloxquant") + 1 :]
     assert words[:2] == ["bench", run.command]
-    if run.command not in group.commands:
-        pytest.skip(f"there is no bench {run.command} yet")
     command = group.commands[run.command]
     asked = command.make_context(run.command, words[2:]).params
     for name, value in run.arguments.items():
