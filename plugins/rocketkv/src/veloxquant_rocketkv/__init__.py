@@ -4,7 +4,7 @@ The functions that split a ratio and that rank pages are public; other methods c
 """
 
 from veloxquant_rocketkv.config import RocketKVConfig
-from veloxquant_rocketkv.selection import select_indices
+from veloxquant_rocketkv.probe import select_indices
 from veloxquant_rocketkv.sparse import choose_channels
 from veloxquant_rocketkv.sparse import page_bounds
 from veloxquant_rocketkv.sparse import page_scores

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 from typing import cast
 
 import attrs
@@ -28,10 +26,7 @@ from veloxquant_rocketkv.sparse import row_scores
 from veloxquant_rocketkv.sparse import top
 from veloxquant_rocketkv.summary import PageSummary
 
-if TYPE_CHECKING:
-    from veloxquant_rocketkv.state import RocketKVState
-
-__all__ = ["Selector", "select_indices"]
+__all__ = ["Selector"]
 
 
 @attrs.define(eq=False)
@@ -310,30 +305,3 @@ def _unchanged(before: mx.array | None, after: mx.array | None) -> int:
     rows = after.shape[2]
     changed = ~after if before is None else after != before[:, :, :rows]
     return cast(int, mx.where(changed, mx.arange(rows), rows).min().item())
-
-
-def select_indices(state: RocketKVState, query: mx.array, batch: int, head: int, keep_recent: int = 0) -> mx.array:
-    """The rows that a decode step would attend to in one KV head; the state is not changed.
-
-    Args:
-        state: State of a layer, its prompt complete.
-        query: The query of one head ``[D]``, or the queries of the group ``[G, D]``.
-        batch: Index of the sequence.
-        head: Index of the KV head.
-        keep_recent: Newest rows that are attended in any case.
-
-    Returns:
-        Row numbers of the store, int32, ascending, each once.
-    """
-    group = query.reshape(-1, query.shape[-1]).astype(mx.float32)
-    probe = copy.copy(state.selector)
-    # The real summary must not get pages that are not due yet.
-    probe.summary = copy.deepcopy(probe.summary)
-    index = probe.choose_alike(group, keep_recent)
-    chosen = mx.arange(state.rows.count, dtype=mx.int32) if index is None else index[batch, head]
-    valid = state.rows.valid()
-    if valid is None:
-        return chosen
-    alive = np.array(valid[batch, head])
-    rows = np.array(chosen)
-    return mx.array(rows[alive[rows]])
