@@ -7,6 +7,7 @@ import pytest
 from veloxquant import VeloxQuantError
 from veloxquant.bench.environment import back_end
 from veloxquant.bench.environment import blas
+from veloxquant.bench.race import LeftOut
 from veloxquant.bench.records import Result
 from veloxquant.bench.records import Writer
 from veloxquant.bench.records import new_run
@@ -32,6 +33,21 @@ def test_a_run_comes_back_as_it_was_written(tmp_path):
     run = written(file, result(mean_kl=0.25), result("needle", found=1))
     assert read_runs(file) == [run]
     assert [one.figures for one in run.of_kind("needle")] == [{"found": 1}]
+
+
+def test_arms_that_could_not_be_measured_are_recorded_with_the_reason(tmp_path):
+    file = tmp_path / "runs.jsonl"
+    run = new_run("quality")
+    with Writer(run, file) as writer:
+        writer.add(result(mean_kl=0.25))
+        writer.leave_out([LeftOut("b", "1,024 tokens", "no kernel")])
+        assert len(file.read_text().splitlines()) == 3
+    [found] = read_runs(file)
+    assert found == run
+    assert found.left_out == [LeftOut("b", "1,024 tokens", "no kernel")]
+    assert [json.loads(line) for line in file.read_text().splitlines()] == found.lines()
+    assert found.to_dict()["left_out"] == [{"arm": "b", "where": "1,024 tokens", "reason": "no kernel"}]
+    assert "left_out" not in found.header()
 
 
 def test_the_header_says_what_figures_depend_on(tmp_path):
@@ -82,6 +98,7 @@ def test_a_cut_last_line_is_left_out_and_does_not_spoil_the_next_run(tmp_path):
         (lambda lines: [lines[0], *lines], "a second time"),
         (lambda lines: [lines[0], lines[1].replace('"quality"', '"taste"')], "line 2 of .* no record"),
         (lambda lines: [lines[0], lines[1].replace('"arm"', '"leg"')], "line 2 of .* no record"),
+        (lambda lines: [lines[0], lines[1].replace('"quality"', '"left out"')], "line 2 of .* no record"),
         (lambda lines: [], "holds no benchmark results"),
     ],
 )
