@@ -20,6 +20,8 @@ from veloxquant.testing.driver import feed
 from veloxquant.testing.driver import numbers
 from veloxquant.testing.driver import require_equal
 from veloxquant.testing.failures import require
+from veloxquant.testing.rules.applies import threaded
+from veloxquant.testing.rules.applies import when
 from veloxquant.testing.subject import Subject
 
 _MORE = [5, 1, 1]
@@ -109,6 +111,7 @@ def check_interleaved(subject: Subject) -> None:
         require_equal(contents(cache), contents(alone), what)
 
 
+@when(threaded)
 def check_threads(subject: Subject) -> None:
     """Four threads with a cache each give what the same caches give one after another."""
     cuts = [*subject.prompt, 1, 1, 1, 3, 1]
