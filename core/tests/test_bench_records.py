@@ -5,6 +5,7 @@ import json
 import pytest
 
 from veloxquant import VeloxQuantError
+from veloxquant.bench import environment
 from veloxquant.bench.environment import back_end
 from veloxquant.bench.environment import blas
 from veloxquant.bench.race import LeftOut
@@ -59,6 +60,14 @@ def test_the_header_says_what_figures_depend_on(tmp_path):
     assert header["environment"]["machine"]["cores"] >= 1
     assert (header["model"], header["dtype"], header["arguments"]) == ("tiny", "float32", {"tokens": 4})
     json.dumps(header)
+
+
+def test_on_cuda_it_says_in_what_fp32_products_are_made(monkeypatch):
+    monkeypatch.setattr(environment, "back_end", lambda: "cuda")
+    monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)
+    assert blas() == "cuBLAS, TF32 on"
+    monkeypatch.setenv("MLX_ENABLE_TF32", "0")
+    assert blas() == "cuBLAS, TF32 off"
 
 
 def test_every_line_is_there_as_soon_as_it_is_added(tmp_path):
