@@ -134,8 +134,8 @@ def page(found: Sequence[Recorded], pictures: Sequence[str], tested: Sequence[su
 # What a message means to who reads it here.
 _MEANT = {
     "[quantized_matmul] No implementation": (
-        "MLX has no kernel on CUDA for what mlx-lm's cache multiplies with, which are views of its buffers, and one array "
-        "for all query heads of a group"
+        "MLX has no kernel on CUDA for what mlx-lm's cache multiplies with, which are views of its buffers, and one "
+        "array for all query heads of a group"
     ),
 }
 
