@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 
 import mlx.core as mx
 import pytest
@@ -17,6 +18,7 @@ import veloxquant
 from veloxquant.testing.toys import tiny_gemma3
 from veloxquant.testing.toys import tiny_hybrid
 from veloxquant.testing.toys import tiny_llama
+from veloxquant.threads import threads_compute
 
 CHILD = """
 import json, sys
@@ -121,6 +123,12 @@ def test_plain_caches_are_left_to_mlx_lm(model, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def settled():
+    mx.synchronize()
+    mx.clear_cache()
+    return mx.get_active_memory()
+
+
 def test_copies_leave_no_memory_behind(method, model):
     caches = method.caches(model)
     model(mx.array([list(range(64)) * 4]), cache=caches)
@@ -131,14 +139,17 @@ def test_copies_leave_no_memory_behind(method, model):
         mx.eval(steps(model, twin, 2))
 
     cycle()
-    mx.clear_cache()
-    before = mx.get_active_memory()
+    before = settled()
     for _ in range(200):
         cycle()
-    mx.clear_cache()
-    assert mx.get_active_memory() <= before
+    # On a GPU a thread of MLX's frees what the last steps used, a moment after they are through.
+    deadline = time.monotonic() + 5
+    while settled() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert settled() <= before
 
 
+@pytest.mark.skipif(not threads_compute(), reason="on CUDA MLX ends a process in which several threads compute at once")
 def test_threads_with_a_cache_each_give_the_serial_results(method, model, prompts):
     caches = [method.caches(model) for _ in range(4)]  # routes the model once, before the threads run
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from veloxquant.bench.environment import back_end
 from veloxquant.build import get_cache
 from veloxquant.registry import Registry
 from veloxquant.registry import default_registry
@@ -136,6 +137,29 @@ def reachable_bytes():
         return sum(array.nbytes for array in found)
 
     return total
+
+
+@pytest.fixture(scope="module")
+def packed_products():
+    """Lets mlx-lm's quantized cache work on CUDA, where MLX has no product with views, nor with rows for a group.
+
+    The tests are of the bench, which leaves such arms out there.
+    """
+    if back_end() != "cuda":
+        yield
+        return
+    usual = mx.quantized_matmul
+
+    def with_copies(x, *packed, **options):
+        return usual(
+            mx.contiguous(x),
+            *(mx.contiguous(mx.broadcast_to(one, (*x.shape[:-2], *one.shape[-2:]))) for one in packed),
+            **options,
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx, "quantized_matmul", with_copies)
+        yield
 
 
 @pytest.fixture

@@ -28,6 +28,8 @@ from veloxquant.testing.toys import tiny_gemma3
 from veloxquant.testing.toys import tiny_llama
 from veloxquant.types import LayerSpec
 
+pytestmark = pytest.mark.usefixtures("packed_products")
+
 PROMPT = [(7 * place) % 61 for place in range(40)]
 
 

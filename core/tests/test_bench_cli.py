@@ -7,11 +7,14 @@ import sys
 import pytest
 from core_test_helpers import save_byte_model
 
+from veloxquant.bench.environment import back_end
 from veloxquant.bench.records import read_runs
 from veloxquant.cli import main
 from veloxquant.cli.bench_progress import BenchProgress
 from veloxquant.registry import default_registry
 from veloxquant.testing.toys import tiny_llama
+
+pytestmark = pytest.mark.usefixtures("packed_products")
 
 SMALL = ["--prompt-tokens", "60", "--tokens", "8", "--needle-lengths", "160", "--needle-depths", "50"]
 
@@ -59,7 +62,7 @@ def test_tables(run):
     assert all(any(line.strip().startswith(name) for line in out.splitlines()) for name in names)
     assert "beats newest" in out
     assert "does not beat" in out
-    assert "back end cpu, BLAS:" in out
+    assert f"back end {back_end()}, BLAS:" in out
     assert "skipped" not in out
     assert "\x1b" not in out + err
     assert "loading the model" in err

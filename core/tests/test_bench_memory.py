@@ -11,6 +11,7 @@ from veloxquant.bench import memory
 from veloxquant.bench import memory_arm
 from veloxquant.bench.arms import method_arm
 from veloxquant.bench.arms import plain_arm
+from veloxquant.bench.environment import back_end
 from veloxquant.bench.layer_work import Shape
 from veloxquant.bench.memory import in_fresh_process
 from veloxquant.bench.memory_arm import Request
@@ -20,6 +21,8 @@ from veloxquant.bench.records import read_runs
 from veloxquant.cli import main
 from veloxquant.registry import default_registry
 from veloxquant.testing.toys import tiny_llama
+
+pytestmark = pytest.mark.usefixtures("packed_products")
 
 SHAPE = Shape(query_heads=4, kv_heads=2, head_dim=32)
 ROW = 2 * 2 * 32 * 4
@@ -111,7 +114,7 @@ def test_tables(run):
     for name in ("plain", "QuantizedKVCache 4 bits", "tiny", "rough"):
         assert sum(line.startswith(name) for line in lines) == 2
     assert "20 + 3" in out
-    assert "back end cpu" in out
+    assert f"back end {back_end()}" in out
     assert "in a process of its own" in out
 
 
@@ -144,9 +147,12 @@ def test_on_a_model(run, tmp_path):
     assert (code, "the text has 90 tokens and 93 are needed" in err) == (2, True)
 
 
-def test_an_arm_that_fails_is_left_out(run):
-    code, out, _ = run("--methods", "refuser", "--arm", "rough=coarse", "--lengths", "20", "--head-dim", "36")
+def test_an_arm_that_fails_is_left_out(run, tmp_path):
+    words = ["--lengths", "20", "--head-dim", "36", "--output", str(tmp_path / "run.jsonl")]
+    code, out, _ = run("--methods", "refuser", "--arm", "rough=coarse", *words)
     assert code == 0
+    [left] = read_runs(tmp_path / "run.jsonl")
+    assert [(one.arm, one.where) for one in left.left_out] == [("refuser", "20 tokens")]
     assert "left out refuser at 20 tokens: " in out
     assert any(line.strip().startswith("rough") for line in out.splitlines())
 

@@ -33,6 +33,8 @@ from veloxquant.bench.verdicts import verdicts
 from veloxquant.testing.toys import tiny_llama
 from veloxquant.testing.toys import tiny_unroutable
 
+pytestmark = pytest.mark.usefixtures("packed_products")
+
 TEXT = [(place * place + 3 * place) % 251 for place in range(600)]
 PLAN = QualityPlan(prompt_tokens=60, tokens=12, needle_lengths=(160,), needle_depths=(0.2, 0.8))
 

@@ -5,8 +5,10 @@ import json
 import pytest
 
 from veloxquant import VeloxQuantError
+from veloxquant.bench import environment
 from veloxquant.bench.environment import back_end
 from veloxquant.bench.environment import blas
+from veloxquant.bench.race import LeftOut
 from veloxquant.bench.records import Result
 from veloxquant.bench.records import Writer
 from veloxquant.bench.records import new_run
@@ -34,6 +36,21 @@ def test_a_run_comes_back_as_it_was_written(tmp_path):
     assert [one.figures for one in run.of_kind("needle")] == [{"found": 1}]
 
 
+def test_arms_that_could_not_be_measured_are_recorded_with_the_reason(tmp_path):
+    file = tmp_path / "runs.jsonl"
+    run = new_run("quality")
+    with Writer(run, file) as writer:
+        writer.add(result(mean_kl=0.25))
+        writer.leave_out([LeftOut("b", "1,024 tokens", "no kernel")])
+        assert len(file.read_text().splitlines()) == 3
+    [found] = read_runs(file)
+    assert found == run
+    assert found.left_out == [LeftOut("b", "1,024 tokens", "no kernel")]
+    assert [json.loads(line) for line in file.read_text().splitlines()] == found.lines()
+    assert found.to_dict()["left_out"] == [{"arm": "b", "where": "1,024 tokens", "reason": "no kernel"}]
+    assert "left_out" not in found.header()
+
+
 def test_the_header_says_what_figures_depend_on(tmp_path):
     header = written(None).header()
     assert header["text"] == "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"
@@ -43,6 +60,14 @@ def test_the_header_says_what_figures_depend_on(tmp_path):
     assert header["environment"]["machine"]["cores"] >= 1
     assert (header["model"], header["dtype"], header["arguments"]) == ("tiny", "float32", {"tokens": 4})
     json.dumps(header)
+
+
+def test_on_cuda_it_says_in_what_fp32_products_are_made(monkeypatch):
+    monkeypatch.setattr(environment, "back_end", lambda: "cuda")
+    monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)
+    assert blas() == "cuBLAS, TF32 on"
+    monkeypatch.setenv("MLX_ENABLE_TF32", "0")
+    assert blas() == "cuBLAS, TF32 off"
 
 
 def test_every_line_is_there_as_soon_as_it_is_added(tmp_path):
@@ -82,6 +107,7 @@ def test_a_cut_last_line_is_left_out_and_does_not_spoil_the_next_run(tmp_path):
         (lambda lines: [lines[0], *lines], "a second time"),
         (lambda lines: [lines[0], lines[1].replace('"quality"', '"taste"')], "line 2 of .* no record"),
         (lambda lines: [lines[0], lines[1].replace('"arm"', '"leg"')], "line 2 of .* no record"),
+        (lambda lines: [lines[0], lines[1].replace('"quality"', '"left out"')], "line 2 of .* no record"),
         (lambda lines: [], "holds no benchmark results"),
     ],
 )

@@ -26,6 +26,7 @@ from veloxquant.testing.driver import blocks
 from veloxquant.testing.driver import require_equal
 from veloxquant.testing.driver import require_like
 from veloxquant.testing.driver import same
+from veloxquant.testing.rules import applies
 from veloxquant.testing.rules.account import reachable
 from veloxquant.testing.rules.returns import check_own_rows_exact
 
@@ -325,6 +326,15 @@ def test_a_method_that_makes_no_cache_with_its_options_is_refused_once(offered, 
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("error: keeper needs a codebook: make one")
+
+
+def test_no_threads_are_started_where_mlx_does_not_bear_them(monkeypatch):
+    """As on CUDA, where it ends the process."""
+    monkeypatch.setattr(applies, "threads_compute", lambda: False)
+    monkeypatch.setattr("threading.Thread.start", lambda _: pytest.fail("a thread was started"))
+    (result,) = check_method(toys.Rounder(), rules=["threads"])
+    assert result.outcome == "not applicable"
+    assert "CUDA" in result.message
 
 
 def test_rules_for_installed_methods_say_why_they_do_not_apply_here(empty):

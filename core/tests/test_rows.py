@@ -380,6 +380,27 @@ def test_positions_without_an_eviction_cost_nothing(rows):
     assert set(held.arrays()) == {"keys", "values"}
 
 
+def test_positions_are_never_made_of_an_empty_range(rows, monkeypatch):
+    """An array whose memory MLX's CUDA back end never makes: reading it there ends the process."""
+    arange = mx.arange
+
+    def filled(*arguments, **options):
+        made = arange(*arguments, **options)
+        assert made.size
+        return made
+
+    monkeypatch.setattr(mx, "arange", filled)
+    held = PositionedRows(DenseRows())
+    assert held.positions().shape == (1, 1, 0)
+    assert held.positions().dtype == mx.int32
+    held.append(*rows(9))
+    held.keep(mx.array([[[0, 4, 8], [1, 5, 7]]], mx.int32))
+    assert held.positions().tolist() == [[[0, 4, 8], [1, 5, 7]]]
+    held.append(*rows(1))
+    held.rewind(0)
+    assert held.positions().shape == (1, 1, 0)
+
+
 def test_kept_positions_are_counted_as_auxiliary_bytes(rows):
     held = PositionedRows(DenseRows())
     held.append(*rows(20, batch=3))

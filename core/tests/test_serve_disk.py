@@ -5,6 +5,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 
 import mlx.core as mx
@@ -118,6 +119,25 @@ def test_files_are_private_and_their_names_say_nothing(open_store, model):
     one, other = files(store)
     assert one.stem != other.stem
     assert all(len(path.stem) == 64 for path in (one, other))
+
+
+def test_where_threads_may_not_compute_the_one_that_generates_writes(open_store, model, monkeypatch):
+    """On CUDA, where MLX ends the process otherwise."""
+    writers = []
+    usual = disk_module.write_file
+
+    def write(*arguments):
+        writers.append(threading.current_thread())
+        usual(*arguments)
+
+    monkeypatch.setattr(disk_module, "write_file", write)
+    for compute, expected in ((False, True), (True, False)):
+        monkeypatch.setattr(disk_module, "threads_compute", lambda compute=compute: compute)
+        store = open_store()
+        keep(store, model, 1 + compute)
+        assert (writers.pop() is threading.current_thread()) is expected
+    assert len(files(store)) == 2
+    assert store.figures()["waiting"] == 0
 
 
 def test_the_same_cache_is_written_once(open_store, model):

@@ -70,6 +70,8 @@ def _typed(value: Any) -> str:
 def _blas(run: Run) -> tuple[str, list[tuple[str, str]]]:
     """What stands before the command for its BLAS, and its options for it."""
     here = run.environment
+    if here["back_end"] == "cuda" and here["blas"].endswith("TF32 off"):
+        return "MLX_ENABLE_TF32=0 ", []
     if here["back_end"] != "cpu" or not str(here["machine"].get("system")).startswith("Linux"):
         return "", []
     preloaded = here["blas"].startswith("OpenBLAS")

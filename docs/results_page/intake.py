@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from veloxquant.bench.race import LeftOut
 from veloxquant.bench.records import Result
 from veloxquant.bench.records import Run
 from veloxquant.bench.records import read_runs
@@ -42,7 +43,7 @@ def take(files: Sequence[str | Path], target: Path, text: str | None = None) -> 
         VeloxQuantError: The file would be too large.
     """
     runs = [keep(run, text) for file in files for run in read_runs(file)]
-    lines = [line for run in runs for line in _lines(run)]
+    lines = [line for run in runs for line in run.lines()]
     content = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
     if len(content.encode()) >= LARGEST:
         raise VeloxQuantError(
@@ -51,10 +52,6 @@ def take(files: Sequence[str | Path], target: Path, text: str | None = None) -> 
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(content, encoding="utf-8")
     return target
-
-
-def _lines(run: Run) -> list[dict[str, Any]]:
-    return [run.header(), *({"run": run.id, **attrs.asdict(result)} for result in run.results)]
 
 
 def keep(run: Run, text: str | None = None) -> Run:
@@ -77,6 +74,7 @@ def keep(run: Run, text: str | None = None) -> Run:
         model=None if run.model is None else _without_folders(run.model.rstrip("/")),
         arguments=_without_folders(arguments),
         results=[_keep_result(result, found.get(result.arm)) for result in run.results],
+        left_out=[LeftOut(**_without_folders(attrs.asdict(one))) for one in run.left_out],
     )
 
 

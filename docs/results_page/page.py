@@ -10,9 +10,11 @@ import attrs
 
 from results_page import memory
 from results_page import quality
+from results_page import suites
 from results_page import timing
 from results_page.facts import facts
 from results_page.facts import title
+from results_page.markdown import code
 from veloxquant.bench.records import Run
 from veloxquant.bench.records import read_runs
 
@@ -98,12 +100,13 @@ def picture_name(recorded: Recorded, kind: str) -> str:
     return f"{recorded.stem}-{kind}"
 
 
-def page(found: Sequence[Recorded], pictures: Sequence[str]) -> str:
+def page(found: Sequence[Recorded], pictures: Sequence[str], tested: Sequence[suites.Suites] = ()) -> str:
     """The page.
 
     Args:
         found: The runs.
         pictures: Names of the pictures that there are.
+        tested: The tests that ran on other back ends.
     """
     if not found:
         return f"{_HEAD}\n{_NONE}\n{_APPLE}"
@@ -123,8 +126,32 @@ def page(found: Sequence[Recorded], pictures: Sequence[str]) -> str:
         for recorded in own:
             lines += [f"### {title(recorded.run)}\n", *facts(recorded.run, recorded.file)]
             lines += _picture(recorded, kinds[0], pictures)
-            lines += part(recorded.run, runs)
+            lines += [*part(recorded.run, runs), *_left_out(recorded.run)]
+    lines += suites.suites(tested)
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+# What a message means to who reads it here.
+_MEANT = {
+    "[quantized_matmul] No implementation": (
+        "MLX has no kernel on CUDA for what mlx-lm's cache multiplies with, which are views of its buffers, and one "
+        "array for all query heads of a group"
+    ),
+}
+
+
+def _left_out(run: Run) -> list[str]:
+    """Which arms could not be measured, in words: a table only shows what could."""
+    reasons: dict[str, dict[str, str]] = {}
+    for one in run.left_out:
+        reasons.setdefault(one.arm, {})[one.where] = one.reason
+    lines = []
+    for arm, places in reasons.items():
+        (where, reason), others = next(iter(places.items())), len(places) - 1
+        also = f", and {others} more of the kind" if others else ""
+        meant = next((f"{words}: " for part, words in _MEANT.items() if part in reason), "")
+        lines.append(f"- Left out: **{arm}**, which could not be measured at {where}{also}: {meant}{code(reason)}")
+    return [*lines, ""] if lines else []
 
 
 def _picture(recorded: Recorded, kind: str, pictures: Sequence[str]) -> list[str]:

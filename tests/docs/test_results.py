@@ -12,6 +12,7 @@ import pytest
 import typer
 
 from veloxquant import VeloxQuantError
+from veloxquant.bench.race import LeftOut
 from veloxquant.bench.records import Result
 from veloxquant.bench.records import Run
 from veloxquant.bench.records import Writer
@@ -30,13 +31,13 @@ def _module(name):
         sys.path.remove(str(DOCS))
 
 
-INTAKE, PAGE, PICTURES, COMMAND = map(_module, ("intake", "page", "pictures", "command"))
+INTAKE, PAGE, PICTURES, COMMAND, SUITES = map(_module, ("intake", "page", "pictures", "command", "suites"))
 
 # ------------------------------------------------------- what is in the repository
 
 
 def test_the_page_is_what_the_records_give():
-    wanted = PAGE.page(PAGE.read(FOLDER), PICTURES.pictures(FOLDER))
+    wanted = PAGE.page(PAGE.read(FOLDER), PICTURES.pictures(FOLDER), SUITES.read(FOLDER))
     assert (DOCS / "results.md").read_text() == wanted, "run nox -s results"
 
 
@@ -267,6 +268,56 @@ def test_the_figures_of_an_arm_and_its_verdicts(taken):
     assert "it finds 1/1 passkeys" in text
 
 
+def test_arms_that_were_left_out_are_named_with_the_reason(tmp_path):
+    run = a_quality_run(environment=CUDA)
+    run.left_out += [
+        LeftOut("best", where, "no kernel in /home/somebody/mlx.so") for where in ("64 tokens", "a passkey")
+    ]
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in run.lines()))
+    INTAKE.take([tmp_path / "r.jsonl"], tmp_path / "kept.jsonl")
+    [kept] = read_runs(tmp_path / "kept.jsonl")
+    assert [one.where for one in kept.left_out] == ["64 tokens", "a passkey"]
+    wanted = "**best**, which could not be measured at 64 tokens, and 1 more of the kind: `no kernel in mlx.so`"
+    assert f"- Left out: {wanted}" in page_of(kept)
+    assert "Left out" not in page_of(a_quality_run())
+    kept.left_out[:] = [LeftOut("best", "64 tokens", "[quantized_matmul] No implementation for problem shape: 1x2x3x4")]
+    assert "MLX has no kernel on CUDA for what mlx-lm's cache multiplies with" in page_of(kept)
+
+
+JUNIT = """<testsuites><testsuite timestamp="2026-11-30T02:55:01.5+00:00">
+<testcase name="test_good"/><testcase name="test_fine"/>
+<testcase name="test_threads"><skipped type="pytest.skip" message="CUDA bears no threads"/></testcase>
+<testcase name="test_rows"><skipped type="pytest.skip" message="it has no rows"/></testcase>
+<testcase name="test_known"><skipped type="pytest.xfail" message="it is known"/></testcase>{more}
+</testsuite></testsuites>"""
+FAILED = '<testcase name="test_bad"><failure message="no"/></testcase>'
+
+
+def test_what_passed_elsewhere_is_counted_and_what_did_not_is_explained(tmp_path):
+    (tmp_path / "one.xml").write_text(JUNIT.format(more=FAILED))
+    (tmp_path / "two.xml").write_text(JUNIT.format(more=""))
+    (tmp_path / "here.json").write_text(json.dumps(CUDA))
+    files = [f"core={tmp_path / 'one.xml'}", f"core={tmp_path / 'two.xml'}", f"other={tmp_path / 'two.xml'}"]
+    given = (files, str(tmp_path / "here.json"), "0123abc", tmp_path / "tests-there.json")
+    with pytest.raises(VeloxQuantError, match="test_bad failed; say why"):
+        SUITES.take(*given, {})
+    SUITES.take(*given, {"test_bad": "it is slow."}, ["Some did not run."])
+    text = PAGE.page([PAGE.Recorded(a_speed_run(), "file.jsonl", 0)], [], SUITES.read(tmp_path))
+    assert "### CUDA, Some GPU" in text
+    assert "veloxquant 0.1.0, mlx 0.32.4" in text
+    assert "2026-11-30 02:55 UTC; commit `0123abc`" in text
+    assert cells(text, "core") == [["4", "4", "2", "1"]]
+    assert cells(text, "other") == [["2", "2", "1", "0"]]
+    for line in (
+        "Some did not run.",
+        "Skipped there, 3 times: CUDA bears no threads.",
+        "Failed, of core: `test_bad`: it is slow.",
+    ):
+        assert f"- {line}" in text
+    assert "it has no rows" not in text
+    assert "Tests on other back ends" not in page_of(a_speed_run())
+
+
 def test_what_a_run_depends_on_is_said():
     text = page_of(a_quality_run(environment=CUDA))
     for part in ("Some GPU", "Some CPU", "2 cores", "8 GiB", "Back end: cuda", "float32", "mlx-lm 0.32.2", "0" * 64):
@@ -356,6 +407,8 @@ def test_the_command_says_which_text_and_which_blas(taken):
     assert "--text" not in " ".join(COMMAND.command_lines(run))
     assert COMMAND.command_lines(a_speed_run())[-1].strip() == "--blas openblas"
     assert "--blas" not in " ".join(COMMAND.command_lines(a_speed_run(environment=CUDA, dtype="bfloat16")))
+    exact = {**CUDA, "blas": "cuBLAS, TF32 off"}
+    assert COMMAND.command_lines(a_speed_run(environment=exact))[0].startswith("MLX_ENABLE_TF32=0 veloxquant bench")
 
 
 def test_records_are_lines_of_json(taken):

@@ -28,6 +28,8 @@ def test_a_busy_server_ends_in_seconds(start, client_of, request_):
     while server.stats()["requests"]["running"] == 0:
         time.sleep(0.1)
     time.sleep(1)
+    if server.stats()["requests"]["running"] == 0:
+        pytest.skip("this machine was through with the request within a second")
     assert server.stop() == 0
     thread.join(5)
     assert lost

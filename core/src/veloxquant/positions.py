@@ -73,7 +73,7 @@ class PositionedRows:
 
     def positions(self) -> mx.array:
         """Token position of every row: ``[B, Hkv, rows]`` int32, or ``[1, 1, rows]`` before any eviction."""
-        tail = mx.arange(self._start, self.end, dtype=mx.int32).reshape(1, 1, -1)
+        tail = _following(self._start, self.end).reshape(1, 1, -1)
         if self._kept is None:
             return tail
         return mx.concatenate([self._kept, mx.broadcast_to(tail, (*self._kept.shape[:2], tail.shape[2]))], axis=2)
@@ -140,3 +140,8 @@ class PositionedRows:
         count = self.store.account()
         extra = 0 if self._kept is None else self._kept.nbytes
         return attrs.evolve(count, auxiliary=count.auxiliary + extra, rows=self.count)
+
+
+def _following(start: int, end: int) -> mx.array:
+    # Never an empty range: on CUDA it has no memory behind it, and whoever reads it ends the process.
+    return mx.arange(start, end, dtype=mx.int32) if end > start else mx.zeros((0,), dtype=mx.int32)

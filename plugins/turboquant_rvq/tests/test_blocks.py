@@ -74,6 +74,21 @@ def test_products_are_those_of_the_levels(kind, bits, count):
     assert_rows(filled(BlockCodes, book, codes, [count]), codes)
 
 
+@pytest.mark.parametrize(("kind", "bits"), BOOKS)
+def test_products_are_right_where_those_of_mlx_do_not_serve(kind, bits, monkeypatch):
+    """As on CUDA, where there are none for single bits."""
+
+    def refused(*_, **__):
+        raise AssertionError("a product of mlx was asked for")
+
+    for module in ("codes", "blocks"):
+        monkeypatch.setattr(f"veloxquant_turboquant_rvq.{module}.products_serve", lambda: False)
+    monkeypatch.setattr(mx, "quantized_matmul", refused)
+    book = book_of(kind, bits)
+    codes = random_codes(book, 300)
+    assert_rows(filled(BlockCodes, book, codes, [300]), codes)
+
+
 @pytest.mark.parametrize("dim", [32, 40, 56, 80, 96, 112, 128, 33, 7])
 @pytest.mark.parametrize(("kind", "bits"), [("uniform", 1), ("uniform", 2), ("laplace", 1)])
 def test_any_dimension_serves(kind, bits, dim):

@@ -76,6 +76,16 @@ def test_products_and_sums_are_those_of_the_levels(part, kind, bits, dim):
     assert_products(store, book, codes)
 
 
+@pytest.mark.parametrize(("part", "kind", "bits"), BOOKS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_products_are_right_where_those_of_mlx_do_not_serve(part, kind, bits, dim, monkeypatch):
+    """As on CUDA, where some of them are wrong."""
+    monkeypatch.setattr("veloxquant_turboquant_rvq.codes.products_serve", lambda: False)
+    book = quantizer(part, kind, bits, dim, 42)
+    codes = random_codes(book, 37)
+    assert_products(filled(book, codes, [37]), book, codes)
+
+
 @pytest.mark.parametrize(("part", "kind", "bits"), SOME)
 @pytest.mark.parametrize("dim", DIMS)
 def test_any_dimension_serves(part, kind, bits, dim):

@@ -73,6 +73,8 @@ def test_bytes_of_padded_rows(count, bits, expected):
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_whole_groups_are_in_the_affine_layout_of_mlx(bits, group):
+    if bits == 1 and mx.default_device() == mx.gpu and mx.cuda.is_available():
+        pytest.skip("mlx has no kernel for groups of single bits on CUDA, and dequantize does not say so")
     rows = codes(bits, 5, 256)
     scales, biases = mx.ones((5, 256 // group)), mx.zeros((5, 256 // group))
     plain = mx.dequantize(pack(mx.array(rows), bits), scales, biases, group_size=group, bits=bits)

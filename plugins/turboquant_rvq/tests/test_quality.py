@@ -51,7 +51,12 @@ def test_half_the_divergence_of_mlx_lm_at_no_more_bytes():
     caches = ours(bits=3, value_bits=3, sinks=0, recent=0)
     packed = divergence(caches)
     quantized = [QuantizedKVCache(64, 4) for _ in caches]
-    theirs = divergence(quantized)
+    try:
+        theirs = divergence(quantized)
+    except RuntimeError as error:
+        if "[quantized_matmul] No implementation" not in str(error):
+            raise
+        pytest.skip(f"MLX has no kernel for mlx-lm's cache here: {error}")
     print(f"packed {packed:.4f}, QuantizedKVCache {theirs:.4f}")
     assert packed < theirs / 2
     assert sum(cache.nbytes for cache in caches) <= 1.05 * sum(cache.nbytes for cache in quantized)

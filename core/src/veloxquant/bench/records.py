@@ -18,6 +18,7 @@ from typing import Any
 import attrs
 
 from veloxquant.bench.environment import environment
+from veloxquant.bench.race import LeftOut
 from veloxquant.errors import FileFormatError
 from veloxquant.errors import VeloxQuantError
 
@@ -26,6 +27,8 @@ __all__ = ["KINDS", "Result", "Run", "Writer", "new_run", "read_runs", "text_has
 FORMAT = 1
 KINDS = ("quality", "needle", "speed", "prefill", "generation", "memory")
 """What a result may be of."""
+LEFT_OUT = "left out"
+"""What the line of an arm that could not be measured says it is."""
 
 
 @attrs.frozen(kw_only=True)
@@ -65,6 +68,7 @@ class Run:
         time: When it began, UTC.
         environment: What ``environment()`` gave there.
         results: What was measured.
+        left_out: Arms that could not be measured, and why.
     """
 
     command: str
@@ -76,6 +80,7 @@ class Run:
     time: str
     environment: dict[str, Any]
     results: list[Result] = attrs.field(factory=list)
+    left_out: list[LeftOut] = attrs.field(factory=list)
 
     def of_kind(self, kind: str) -> list[Result]:
         """The results of one kind, in the order in which they were measured."""
@@ -83,12 +88,22 @@ class Run:
 
     def header(self) -> dict[str, Any]:
         """The line that describes the run."""
-        fields = attrs.asdict(self, filter=attrs.filters.exclude("results"))
+        fields = attrs.asdict(self, filter=attrs.filters.exclude("results", "left_out"))
         return {"kind": "run", "format": FORMAT, **fields}
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines of a file that holds this run."""
+        results = [{"run": self.id, **attrs.asdict(result)} for result in self.results]
+        return [self.header(), *results, *(_left_out_line(self, one) for one in self.left_out)]
 
     def to_dict(self) -> dict[str, Any]:
         """The whole run as plain values for JSON."""
-        return {**self.header(), "results": [attrs.asdict(result) for result in self.results]}
+        results, left_out = ([attrs.asdict(one) for one in part] for part in (self.results, self.left_out))
+        return {**self.header(), "results": results, "left_out": left_out}
+
+
+def _left_out_line(run: Run, one: LeftOut) -> dict[str, Any]:
+    return {"run": run.id, "kind": LEFT_OUT, **attrs.asdict(one)}
 
 
 def new_run(command: str, **fields: Any) -> Run:
@@ -128,6 +143,12 @@ class Writer:
         self._write({"run": self.run.id, **attrs.asdict(result)})
         self.run.results.append(result)
         return result
+
+    def leave_out(self, found: Iterable[LeftOut]) -> None:
+        """Note arms that could not be measured."""
+        for one in found:
+            self._write(_left_out_line(self.run, one))
+            self.run.left_out.append(one)
 
     def __enter__(self) -> Writer:
         return self
@@ -215,7 +236,10 @@ def _take(runs: dict[str, Run], line: str, where: str) -> None:
             run = record.pop("run")
             if run not in runs:
                 raise FileFormatError(f"{where} belongs to the run {run!r}, whose own line does not come before it")
-            runs[run].results.append(Result(**record))
+            if record["kind"] == LEFT_OUT:
+                runs[run].left_out.append(LeftOut(**{name: record[name] for name in ("arm", "where", "reason")}))
+            else:
+                runs[run].results.append(Result(**record))
     except (TypeError, ValueError, KeyError) as error:
         reason = str(error.args[0]) if error.args else str(error)
         raise FileFormatError(f"{where} is no record of a benchmark: {reason}") from error
@@ -231,8 +255,3 @@ def _begin(runs: dict[str, Run], record: dict[str, Any], where: str) -> None:
         raise FileFormatError(f"{where} begins the run {record['id']!r} a second time; take one of them out")
     run = Run(**fields)
     runs[run.id] = run
-
-
-def merge(runs: Iterable[Run], kind: str) -> list[tuple[Run, Result]]:
-    """All results of one kind, each with its run."""
-    return [(run, result) for run in runs for result in run.of_kind(kind)]

@@ -18,6 +18,7 @@ import attrs
 
 from veloxquant.bench.environment import back_end
 from veloxquant.bench.environment import blas
+from veloxquant.bench.race import LeftOut
 from veloxquant.bench.records import Result
 from veloxquant.bench.records import Run
 from veloxquant.errors import VeloxQuantError
@@ -156,5 +157,6 @@ def _read(text: str, code: int, kind: Blas, interrupted: bool) -> Measured | Non
 
 
 def _run(record: Mapping[str, Any]) -> Run:
-    fields = {name: value for name, value in record.items() if name not in ("kind", "format", "results")}
-    return Run(**fields, results=[Result(**one) for one in record["results"]])
+    fields = {name: value for name, value in record.items() if name not in ("kind", "format", "results", "left_out")}
+    left_out = [LeftOut(**one) for one in record.get("left_out", [])]
+    return Run(**fields, results=[Result(**one) for one in record["results"]], left_out=left_out)

@@ -107,7 +107,7 @@ def memory(
             check_model(model)
         run, skipped, left_out, whole = _measure(plan, text, output, arguments)
     if as_json:
-        write_json({**run.to_dict(), "skipped": skipped, "left_out": left_out})
+        write_json({**run.to_dict(), "skipped": skipped})
     else:
         _show(run, skipped, left_out)
     if not whole:
@@ -146,6 +146,7 @@ def _measure(
             measure_memory(arms, plan, writer, progress.track, left_out, in_fresh_process)
         except KeyboardInterrupt:
             whole = False
+        writer.leave_out(left_out)
     return run, [attrs.asdict(one) for one in skipped], [attrs.asdict(one) for one in left_out], whole
 
 

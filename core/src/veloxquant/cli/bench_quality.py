@@ -106,10 +106,7 @@ def quality(
         from veloxquant.bench.verdicts import verdicts
 
         found = [verdict.to_dict() for verdict in verdicts(run.results)]
-        missing = {
-            name: [attrs.asdict(one) for one in ones] for name, ones in (("skipped", skipped), ("left_out", left_out))
-        }
-        write_json({**run.to_dict(), "verdicts": found, **missing})
+        write_json({**run.to_dict(), "verdicts": found, "skipped": [attrs.asdict(one) for one in skipped]})
     else:
         from veloxquant.cli.bench_quality_table import show_quality
 
@@ -156,6 +153,8 @@ def _measure(request: _Request) -> tuple[Any, list[Any], list[Any], bool]:
     with Writer(run, request.output) as writer, bench_progress() as progress:
         try:
             measure_quality(model, tokenizer, tokens, arms, request.plan, writer, progress.track, left_out)
+            whole = True
         except KeyboardInterrupt:
-            return run, skipped, left_out, False
-    return run, skipped, left_out, True
+            whole = False
+        writer.leave_out(left_out)
+    return run, skipped, left_out, whole

@@ -239,6 +239,7 @@ def _measure_here(request: _Request) -> Measured:
                 )
         except KeyboardInterrupt:
             whole = False
+        writer.leave_out(left_out)
     return Measured(
         run,
         skipped=[attrs.asdict(one) for one in skipped],

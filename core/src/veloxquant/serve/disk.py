@@ -1,7 +1,8 @@
 """Prompt caches in files, least recently used ones first to go.
 
 MLX computes arrays on the thread that made them, so everything about arrays happens on the thread that generates;
-a thread of its own writes, from arrays that are there already.
+a thread of its own writes, from arrays that are there already. Where MLX bears no other thread at its arrays, which is
+on CUDA, the thread that generates writes too.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from veloxquant.serve.folder import file_name
 from veloxquant.serve.identity import LoadedModel
 from veloxquant.store import load_prompt_cache
 from veloxquant.store import pack_prompt_cache
+from veloxquant.threads import threads_compute
 
 __all__ = ["DiskEntry", "DiskStore"]
 
@@ -131,7 +133,9 @@ class DiskStore:
         return caches
 
     def offer(self, key: Any, tokens: Sequence[int], caches: Sequence[Any]) -> None:
-        """Store a cache in the background, unless it is short, known, too large, or the writer is behind.
+        """Store a cache, unless it is short, known, too large, or the writer is behind.
+
+        It is written in the background, where threads may compute beside each other.
 
         Args:
             key: What mlx-lm's server calls the model by.
@@ -166,7 +170,11 @@ class DiskStore:
         path = self.folder.path / name
         entry = DiskEntry(path, loaded.identity, tokens, trimmable, reach, sum(a.nbytes for a in arrays.values()))
         self._writing[name] = entry.size
-        self._jobs.put(_Job(path, entry, description, arrays))
+        job = _Job(path, entry, description, arrays)
+        if threads_compute():
+            self._jobs.put(job)
+        else:
+            self._do(job)
 
     def _drop_damaged(self, entry: DiskEntry, error: Exception) -> None:
         with self._lock:
@@ -180,14 +188,17 @@ class DiskStore:
 
     def _write_all(self) -> None:
         while (job := self._jobs.get()) is not None:
-            try:
-                self._write(job)
-            except Exception as error:
-                logging.warning(f"a prompt cache was not stored: {error}")
-                self.counts.failed += 1
-            self._writing.pop(job.path.name, None)
+            self._do(job)
             # Not held until the next one comes: these arrays are large.
             del job
+
+    def _do(self, job: _Job) -> None:
+        try:
+            self._write(job)
+        except Exception as error:
+            logging.warning(f"a prompt cache was not stored: {error}")
+            self.counts.failed += 1
+        self._writing.pop(job.path.name, None)
 
     def _write(self, job: _Job) -> None:
         with self._lock:

@@ -15,6 +15,7 @@ import mlx.core as mx
 from veloxquant_turboquant_rvq.codes import RowCodes
 from veloxquant_turboquant_rvq.codes import affine
 from veloxquant_turboquant_rvq.codes import filled
+from veloxquant_turboquant_rvq.codes import products_serve
 from veloxquant_turboquant_rvq.packing import pack
 from veloxquant_turboquant_rvq.packing import unpack
 from veloxquant_turboquant_rvq.quantizer import Quantizer
@@ -111,6 +112,8 @@ class BlockCodes:
 
     def product(self, rows: mx.array) -> mx.array:
         """As ``RowCodes.product``."""
+        if not products_serve():
+            return rows @ self.quantizer.points(self.codes()).swapaxes(-1, -2)
         parts = [] if self._blocks is None else [self._block_product(rows, self._blocks)]
         if self._tail.count:
             parts.append(self._tail.product(rows))

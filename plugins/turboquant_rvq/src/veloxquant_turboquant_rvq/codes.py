@@ -16,7 +16,7 @@ from veloxquant_turboquant_rvq.packing import unpack
 from veloxquant_turboquant_rvq.packing import words
 from veloxquant_turboquant_rvq.quantizer import Quantizer
 
-__all__ = ["RowCodes", "affine", "filled", "pack_rows", "unpack_rows"]
+__all__ = ["RowCodes", "affine", "filled", "pack_rows", "products_serve", "unpack_rows"]
 
 # Widths of mlx's affine kernels and the group sizes that they take.
 _WIDTHS = (2, 3, 4, 6, 8)
@@ -44,6 +44,15 @@ def unpack_rows(packed: mx.array, quantizer: Quantizer) -> mx.array:
     return ((first << bits) | second).astype(mx.uint8)
 
 
+def products_serve() -> bool:
+    """Whether ``mx.quantized_matmul`` may multiply vectors with codes here.
+
+    Not on CUDA: mlx 0.32 gives wrong numbers there for codes of 4 and 8 bits that share one scale a row, and has no
+    products with codes of 1 bit.
+    """
+    return not (mx.default_device().type == mx.DeviceType.gpu and mx.cuda.is_available())
+
+
 def affine(quantizer: Quantizer, shape: tuple[int, ...]) -> tuple[mx.array, mx.array]:
     """Scales and biases that turn the codes of a uniform grid into its levels, one of each per group."""
     assert quantizer.step is not None  # only such codes are stored in mlx's affine layout
@@ -68,7 +77,8 @@ class RowCodes:
     """Codes that are packed row by row, so that rows are gathered by whole words.
 
     A uniform grid's rows are in mlx's own affine layout, and products with them are ``mx.quantized_matmul`` where its
-    groups divide the dimension; elsewhere the codes are expanded to levels, still rotated and unscaled, for a moment.
+    groups divide the dimension and ``products_serve``; elsewhere the codes are expanded to levels, still rotated and
+    unscaled, for a moment.
 
     Args:
         quantizer: What made the codes.
@@ -109,7 +119,7 @@ class RowCodes:
         Returns:
             ``[B, H, M, count]`` fp32.
         """
-        group = self._group()
+        group = self._group() if products_serve() else None
         if group is None:
             return rows @ self._expanded().swapaxes(-1, -2)
         return self._native(rows, group, transpose=True)[..., : self.count]

@@ -530,7 +530,8 @@ SCORES = """
 
     const unsigned int* packed = tile + threadIdx.x * (WORDS + 1);
     const float first = shared_levels[0];
-    const float step = shared_levels[1] - shared_levels[0];
+    // Over the whole grid: the difference of two levels far from zero would be off by as much as they are rounded.
+    const float step = (shared_levels[(1 << WIDTH) - 1] - first) / (float)((1 << WIDTH) - 1);
     float sums[M];
     #pragma unroll
     for (int m = 0; m < M; ++m) sums[m] = 0.0f;

@@ -17,7 +17,7 @@ import numpy as np
 __all__ = ["Rotation", "rotation"]
 
 # mx.hadamard_transform takes these times a power of two and is symmetric for them, so that it undoes itself. It also
-# takes 20 and 28, where it is not, and computes nonsense for all other sizes.
+# takes 20 and 28, where it is not, and computes nonsense for all other sizes; 12 itself does not compile on CUDA.
 _FACTORS = (1, 12)
 
 
@@ -84,4 +84,4 @@ def rotation(dim: int, seed: int, part: Literal["keys", "values"] = "keys") -> R
 
 
 def _hadamard_serves(dim: int) -> bool:
-    return any(dim % factor == 0 and (dim // factor).bit_count() == 1 for factor in _FACTORS)
+    return dim != 12 and any(dim % factor == 0 and (dim // factor).bit_count() == 1 for factor in _FACTORS)

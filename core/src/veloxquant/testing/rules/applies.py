@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from veloxquant.registry import default_registry
+from veloxquant.threads import threads_compute
 
 if TYPE_CHECKING:
     from veloxquant.testing.subject import Subject
@@ -26,6 +27,7 @@ __all__ = [
     "routed",
     "sinks",
     "storing",
+    "threaded",
     "trimmable",
     "when",
 ]
@@ -117,6 +119,11 @@ def sinks(subject: Subject) -> str | None:
 def storing(subject: Subject) -> str | None:
     """The method lends its row store to others."""
     return "the method has no rows hook" if subject.method.ops.rows is None else None
+
+
+def threaded(subject: Subject) -> str | None:
+    """Threads may compute at once."""
+    return None if threads_compute() else "on CUDA MLX ends a process in which several threads compute at once"
 
 
 def installed(subject: Subject) -> str | None:

@@ -24,6 +24,8 @@ from veloxquant.testing.driver import require_equal
 from veloxquant.testing.driver import step
 from veloxquant.testing.failures import RuleFailure
 from veloxquant.testing.failures import require
+from veloxquant.testing.rules.applies import threaded
+from veloxquant.testing.rules.applies import when
 from veloxquant.testing.subject import LATER
 from veloxquant.testing.subject import Subject
 
@@ -114,6 +116,7 @@ def check_interleaved(subject: Subject) -> None:
         require_equal(contents(cache), contents(alone), what)
 
 
+@when(threaded)
 def check_threads(subject: Subject) -> None:
     """Four threads with a cache each give what the same caches give one after another."""
     cuts = [*subject.prompt, 1, 1, 1, 3, 1]
@@ -140,6 +143,7 @@ def check_threads(subject: Subject) -> None:
         require_equal(found[which], {**serial, **contents(cache)}, f"thread {which} of 4, against a serial run")
 
 
+@when(threaded)
 def check_handover(subject: Subject) -> None:
     """A cache that was begun in one thread, where nothing but its outputs was computed, goes on in another."""
     begun = {
