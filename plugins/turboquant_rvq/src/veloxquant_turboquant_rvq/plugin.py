@@ -114,7 +114,7 @@ def veloxquant_serialize(state: TurboQuantRVQState) -> Snapshot:
 @hookimpl
 def veloxquant_restore(config: TurboQuantRVQConfig, layer: LayerSpec, snapshot: Snapshot) -> TurboQuantRVQState:
     """Rebuild a state."""
-    return TurboQuantRVQState.restored(config, layer, snapshot.arrays)
+    return TurboQuantRVQState.restored(config, layer, snapshot)
 
 
 @hookimpl
