@@ -59,6 +59,10 @@ class TurboQuantRVQState:
         Returns:
             The rows held before, recent and first ones as they came, followed by the new rows.
         """
+        return self.returned(self.store(keys, values))
+
+    def store(self, keys: mx.array, values: mx.array) -> ExactRows:
+        """Store new rows as ``append`` does; returns the recent rows and the new ones as they came."""
         before = self.rows.count
         new = ExactRows(keys, values if self.config.value_bits else None)
         self.rows.take(keys, values)
@@ -68,7 +72,7 @@ class TurboQuantRVQState:
         if before < self.config.sinks:
             first = new if self.first is None else self.first.followed_by(new)
             self.first = first.part(0, self.config.sinks)
-        return self._returned(fresh)
+        return fresh
 
     def _code(self, new: ExactRows) -> None:
         """Make the codes that are due when ``new`` is stored and not yet among the newest."""
@@ -108,7 +112,7 @@ class TurboQuantRVQState:
         self.newest = whole if whole.count <= limit else whole.part(whole.count - limit, whole.count)
         return fresh
 
-    def _returned(self, fresh: ExactRows) -> tuple[mx.array, mx.array]:
+    def returned(self, fresh: ExactRows) -> tuple[mx.array, mx.array]:
         """All rows, those of them that are held as they came in the place of what was packed."""
         end = self.rows.count - fresh.count
         if end == 0:

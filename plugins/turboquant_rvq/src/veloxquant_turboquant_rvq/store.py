@@ -153,13 +153,17 @@ class TurboQuantRows:
 
     def scores(self, queries: mx.array) -> mx.array:
         """Products of queries and keys ``[B, Hq, L, coded]`` in fp32: the queries are rotated, and no key is."""
-        codes = self._key_codes
         batch, heads, length, _ = queries.shape
-        kv_heads = self._heads[1]
-        rotated = codes.quantizer.rotation.apply(grouped(queries, kv_heads))
-        return self._scaled_products(codes, rotated).reshape(batch, heads, length, self.coded)
+        products = self.products(self.rotated(grouped(queries, self._heads[1])))
+        return products.reshape(batch, heads, length, self.coded)
 
-    def _scaled_products(self, codes: RowCodes | BlockCodes, rotated: mx.array) -> mx.array:
+    def rotated(self, queries: mx.array) -> mx.array:
+        """Rotate vectors ``[..., Dk]`` as keys are; the result is fp32."""
+        return self._key_codes.quantizer.rotation.apply(queries)
+
+    def products(self, rotated: mx.array) -> mx.array:
+        """Products of rotated queries ``[B, Hkv, M, Dk]`` fp32 and keys: ``[B, Hkv, M, coded]`` fp32."""
+        codes = self._key_codes
         if isinstance(codes, RowCodes) and cuda.serves(codes.quantizer, codes.words.shape[3], rotated.shape[2]):
             scales = self._scales.whole("key_scales")
             return cuda.row_scores(rotated, codes.words, scales, codes.quantizer, self.coded)
@@ -168,8 +172,7 @@ class TurboQuantRows:
     def mix(self, weights: mx.array) -> mx.array:
         """Sums of values ``[B, Hq, L, Dv]`` in fp32; packed ones are rotated back once, after the sum."""
         batch, heads, length, rows = weights.shape
-        kv_heads = self._heads[1]
-        stacked = grouped(weights, kv_heads).astype(mx.float32)
+        stacked = grouped(weights, self._heads[1]).astype(mx.float32)
         if self._values is None:
             mixed = weighted(stacked, self._plain.live("values")[:, :, :rows])
         else:
