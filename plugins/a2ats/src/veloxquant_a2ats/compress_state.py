@@ -93,7 +93,7 @@ class CompressState:
         self._append_sinks(keys, values)
         before, rows = self.count, keys.shape[2]
         # Where the rows begin that some new query sees as they came; the ring may be about to lose them.
-        start = min(before, self._near_start(before))
+        start = min(before, self.near_start(before))
         near = _joined(self.ring.rows(start, before), (keys, values)) if start < before else (keys, values)
         self.ring.append(keys, values)
         if self.layer.routed and rows > 1 and before:
@@ -149,7 +149,7 @@ class CompressState:
         first = mx.contiguous(keys[:, :, :room]), mx.contiguous(values[:, :, :room])
         self.sinks = first if self.sinks is None else _joined(self.sinks, first)
 
-    def _near_start(self, query: int) -> int:
+    def near_start(self, query: int) -> int:
         """First position that a query at a position sees as it came, sinks apart."""
         return max(query + 1 - self.config.window, min(query + 1, self.config.sinks))
 
@@ -177,6 +177,17 @@ class CompressState:
         flat = plain.reshape(-1, 1, 1, plain.shape[-1])
         return rotate(flat, self.model.rope, query - self.config.far_position).reshape(plain.shape)
 
+    def first_rows(self, end: int) -> Pair | None:
+        """The first rows as they came, at most the sinks, none of them at or beyond row ``end``; None for none."""
+        count = 0 if self.sinks is None else min(self.sinks[0].shape[2], end)
+        if count == 0 or self.sinks is None:
+            return None
+        return self.sinks[0][:, :, :count], self.sinks[1][:, :, :count]
+
+    def codes_of(self, start: int, stop: int) -> Pair:
+        """Codes of keys ``[B, Hkv * M, n, 1]`` and of values ``[B, Hkv, n, Mv]`` of the rows ``start`` to ``stop``."""
+        return self.codes.whole("keys")[:, :, start:stop], self.codes.whole("values")[:, :, start:stop]
+
     def attend(
         self, queries: mx.array, scale: float, mask: mx.array | str | None, sinks: mx.array | None
     ) -> mx.array | None:
@@ -184,9 +195,9 @@ class CompressState:
         block, self.block = self.block, None
         end, length = self.count, queries.shape[2]
         codebook = self.model.codebook
-        if end == length or codebook is None or self._near_start(end - 1) <= min(end, self.config.sinks):
+        if end == length or codebook is None or self.near_start(end - 1) <= min(end, self.config.sinks):
             return None
-        start, exact = block or (self._near_start(end - 1), None)
+        start, exact = block or (self.near_start(end - 1), None)
         rows = CodedRows(
             codebook=codebook,
             rope=self.model.rope,
