@@ -1,5 +1,7 @@
 """Every method in mlx-lm's batch generator: each sequence as if it ran alone."""
 
+import threading
+
 import mlx.core as mx
 import pytest
 from mlx_lm import batch_generate
@@ -183,3 +185,31 @@ def test_the_report_of_a_batch_is_the_sum_of_its_sequences(method, model):
     assert whole.bytes_plain == sum(part.bytes_plain for part in parts)
     assert whole.tokens_seen == 130
     assert whole.query_mode == "routed"
+
+
+def test_a_batch_goes_on_in_another_thread(method, model):
+    """Whatever its steps hold is computed with the tokens, and can be used where they cannot be."""
+    members = [filled(method, model, length, seed) for seed, length in enumerate((60, 90))]
+    batches = [type(layer[0]).merge(list(layer)) for layer in zip(*members, strict=True)]
+    alone = [decode(model, caches, [5, 6, 7]) for caches in members]
+    found = []
+
+    def run(tokens):
+        for token in tokens:
+            found.append(model(mx.array([[token], [token]]), cache=batches)[:, -1])
+            mx.eval(found[-1])
+
+    for tokens in ([5, 6], [7]):
+        thread = threading.Thread(target=run, args=(tokens,))
+        thread.start()
+        thread.join()
+    assert mx.allclose(mx.stack(found, axis=1), mx.stack(alone), atol=1e-4)
+
+
+def test_a_batch_without_queries_says_so(method, model):
+    caches = filled(method, model, 60)
+    batch = type(caches[0]).merge(caches[:1])
+    rows = mx.zeros((1, *batch.sequences[0].row_shape[1:2], 1, batch.sequences[0].row_shape[2]))
+    batch.update_and_fetch(rows, rows)
+    with pytest.raises(veloxquant.RoutingError, match="did not"):
+        batch.update_and_fetch(rows, rows)

@@ -564,6 +564,34 @@ class KeepsTheQueriesOfForgottenTokens(Keeper):
         state.queries = queries
 
 
+class Stepper(Keeper):
+    """Takes a token of all sequences in one call."""
+
+    @hookimpl
+    def veloxquant_step(self, states, queries, keys, values, scale, sinks):
+        outputs = []
+        for place, state in enumerate(states):
+            own = [array[place : place + 1] for array in (queries, keys, values)]
+            result = self.store(self.chosen(states, state), *own[1:])
+            output = self.attend(state, own[0], *result, scale, None, sinks)
+            outputs.append(attention(own[0], *result, scale, None, sinks) if output is None else output)
+        return mx.concatenate(outputs)
+
+    def chosen(self, states, state):
+        return state
+
+
+def test_a_token_of_several_sequences_may_be_taken_at_once():
+    outcomes = {one.outcome for one in check(Stepper).values()}
+    assert "failed" not in outcomes
+
+
+@caught_by("batch_steps", "batch_join_and_leave")
+class StepsOneSequenceForAll(Stepper):
+    def chosen(self, states, state):
+        return states[0]
+
+
 # ------------------------------------------------------------------ copies and states
 
 

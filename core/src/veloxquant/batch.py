@@ -66,6 +66,8 @@ class BatchLayerCache:
         self._remaining: list[int] | None = None
         # What the last update gave each sequence: its real rows, and the keys and values to attend over.
         self._pending: list[tuple[int, mx.array, mx.array] | None] = []
+        # Rows of a step that the method takes for all sequences at once, when their queries come.
+        self._rows: tuple[mx.array, mx.array] | None = None
         self._check_alike()
 
     def _check_alike(self) -> None:
@@ -111,13 +113,27 @@ class BatchLayerCache:
             raise UnsupportedShapeError(
                 f"the batch holds {len(self.sequences)} sequences and was given keys for {keys.shape[0]}"
             )
+        if self._rows is not None:
+            raise self.sequences[0].not_routed()
+        if self._steps_together(keys, values):
+            self._rows = keys, values
+        else:
+            self._store(keys, values)
+        return keys, values
+
+    def _steps_together(self, keys: mx.array, values: mx.array) -> bool:
+        """Whether the method stores and attends to these rows for all sequences at once."""
+        if self._remaining is not None or self.sequences[0].method.ops.step is None:
+            return False
+        return all(cache.takes_step(keys, values) for cache in self.sequences)
+
+    def _store(self, keys: mx.array, values: mx.array) -> None:
         counts = self._take(keys.shape[2])
         parts = zip(self.sequences, counts, _apart(keys, counts), _apart(values, counts), strict=True)
         self._pending = [
             (count, *cache.update_and_fetch(own_keys, own_values)) if count else None
             for cache, count, own_keys, own_values in parts
         ]
-        return keys, values
 
     def _take(self, rows: int) -> list[int]:
         """How many of the next ``rows`` positions are real, per sequence."""
@@ -157,6 +173,12 @@ class BatchLayerCache:
                 f"layer {self.sequences[0].layer.index} got a mask array from the model, which sequences of different "
                 "lengths cannot share; run them one by one"
             )
+        rows, self._rows = self._rows, None
+        if rows is not None:
+            output = self._step(rows, queries, scale, sinks)
+            if output is not None:
+                return output
+            self._store(*rows)
         if len(self._pending) != queries.shape[0]:
             raise RoutingError("attention was asked for before rows were stored; call update_and_fetch first")
         length, outputs = queries.shape[2], []
@@ -170,6 +192,20 @@ class BatchLayerCache:
             outputs.append(mx.pad(output, [(0, 0), (0, 0), (0, length - count), (0, 0)]) if count < length else output)
         self._pending = []
         return mx.concatenate(outputs, axis=0)
+
+    def _step(
+        self, rows: tuple[mx.array, mx.array], queries: mx.array, scale: float, sinks: mx.array | None
+    ) -> mx.array | None:
+        """One token of every sequence in one call of the method, or None where it wants them one by one."""
+        step = self.sequences[0].method.ops.step
+        assert step is not None  # else no rows wait
+        output: mx.array | None = step([cache.method_state for cache in self.sequences], queries, *rows, scale, sinks)
+        if output is None:
+            return None
+        for cache in self.sequences:
+            cache.offset += 1
+        arrays = [array for cache in self.sequences for array in cache.uncomputed()]
+        return mx.depends(output, arrays) if arrays else output
 
     def make_mask(
         self,
@@ -248,7 +284,7 @@ class BatchLayerCache:
         ]
         if self._remaining is not None:
             self._remaining = [self._remaining[index] for index in kept]
-        self._pending = []
+        self._pending, self._rows = [], None
 
     def extend(self, other: BatchLayerCache) -> None:
         """Append the sequences of another batch of the same layer, which must not be used any more.
@@ -261,7 +297,7 @@ class BatchLayerCache:
         if self._remaining is not None or other._remaining is not None:
             raise VeloxQuantError("finalize the padded prompt of a batch before joining it with another")
         joined = BatchLayerCache([*self.sequences, *other.sequences])
-        self.sequences, self._pending = joined.sequences, []
+        self.sequences, self._pending, self._rows = joined.sequences, [], None
 
     def extract(self, idx: int) -> RoutedLayerCache:
         """Take out a copy of one sequence: equal to the cache that a lone run would have.

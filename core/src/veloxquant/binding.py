@@ -24,7 +24,7 @@ __all__ = ["OPTIONAL", "Ops", "bind", "new_manager"]
 
 PREFIX = "veloxquant_"
 
-OPTIONAL = frozenset({"attend", "finish_prompt", "trim", "rows", "unread"})
+OPTIONAL = frozenset({"attend", "finish_prompt", "trim", "rows", "step", "unread"})
 """Hooks that a method may leave out."""
 
 Hook = Callable[..., Any]
@@ -48,6 +48,7 @@ class Ops:
     finish_prompt: Hook | None = None
     trim: Hook | None = None
     rows: Hook | None = None
+    step: Hook | None = None
     unread: Hook | None = None
 
     def __deepcopy__(self, memo: object) -> Ops:

@@ -132,10 +132,10 @@ class LayerCache:
 
         What is left lazy holds all that it is made of, and cannot be computed in another thread.
         """
-        arrays = self._uncomputed(in_prompt)
+        arrays = self.uncomputed(in_prompt)
         return mx.depends(output, arrays) if arrays else output
 
-    def _uncomputed(self, in_prompt: bool) -> list[mx.array]:
+    def uncomputed(self, in_prompt: bool = False) -> list[mx.array]:
         """Arrays of the state that the output of a call may not depend on."""
         unread = self._unread
         if unread is not None and not in_prompt:
@@ -304,7 +304,7 @@ class LayerCache:
             self._finish_prompt()
         if n or ends:
             # Whoever goes on may be another thread. Nothing waits for this.
-            mx.async_eval(self._uncomputed(in_prompt=True))  # type: ignore[no-untyped-call]
+            mx.async_eval(self.uncomputed(in_prompt=True))  # type: ignore[no-untyped-call]
         return n
 
     def _reset(self) -> None:

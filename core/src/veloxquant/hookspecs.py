@@ -39,6 +39,7 @@ __all__ = [
     "veloxquant_restore",
     "veloxquant_rows",
     "veloxquant_serialize",
+    "veloxquant_step",
     "veloxquant_trim",
     "veloxquant_unread",
 ]
@@ -149,6 +150,36 @@ def veloxquant_attend(
         the returned rows.
 
     Must not: ignore an array mask; raise RoutingError where it cannot be honoured.
+    """
+
+
+@hookspec(firstresult=True)
+def veloxquant_step(
+    states: Sequence[Any],
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    sinks: mx.array | None,
+) -> mx.array | None:
+    """Store one row of each of several sequences after their prompts, and attend. Optional, for speed.
+
+    Called: for a batch of sequences in place of ``veloxquant_decode`` and ``veloxquant_attend`` for one after another,
+    whose answers this must give: the same states, and the same attention but for the rounding of sums. No rows are
+    returned, and what the sequences have in common need be done only once.
+
+    Args:
+        states: One state a sequence, of one method, one config and one layer; each has seen as many tokens as it has.
+        queries: ``[n, Hq, 1, Dk]``.
+        keys: ``[n, Hkv, 1, Dk]``.
+        values: ``[n, Hkv, 1, Dv]``.
+        scale: Factor on the logits.
+        sinks: As for ``veloxquant_attend``.
+
+    Returns:
+        The attention outputs ``[n, Hq, 1, Dv]`` in the dtype of the queries, or None to be asked one by one.
+
+    Must not: change a state and then return None.
     """
 
 

@@ -37,14 +37,31 @@ class RoutedLayerCache(LayerCache):
             RoutingError: The queries of the previous call did not arrive.
         """
         if self._awaiting:
-            raise RoutingError(
-                f"layer {self.layer.index} ({self.method.name}) was to see the model's true queries and did not: call "
-                "veloxquant.attention.route(model) (make_prompt_cache and use do), keep the model routed while the "
-                "cache is in use, or make the cache with true_queries=False"
-            )
+            raise self.not_routed()
         _, result = self._store(keys, values)
         self._awaiting = keys.shape[2]
         return result
+
+    def not_routed(self) -> RoutingError:
+        """What to say when queries did not come."""
+        return RoutingError(
+            f"layer {self.layer.index} ({self.method.name}) was to see the model's true queries and did not: call "
+            "veloxquant.attention.route(model) (make_prompt_cache and use do), keep the model routed while the "
+            "cache is in use, or make the cache with true_queries=False"
+        )
+
+    def takes_step(self, keys: mx.array, values: mx.array) -> bool:
+        """Whether these rows of several sequences, one of each, are what the next step of this one looks like.
+
+        Args:
+            keys: ``[n, Hkv, S, Dk]``.
+            values: ``[n, Hkv, S, Dv]``.
+        """
+        if self._step is None or self._prompt_open or self._awaiting:
+            return False
+        key_shape, value_shape, *dtypes = self._step
+        found = (keys.shape[1:], values.shape[1:], keys.dtype, values.dtype)
+        return found == (key_shape[1:], value_shape[1:], *dtypes)
 
     @property
     def queries_missing(self) -> bool:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Generator
 from collections.abc import Iterable
 from collections.abc import Mapping
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 from typing import Any
@@ -122,6 +123,16 @@ class TimingObserver:
         output = yield
         self._compute((keys, values) if output is None else output, state)
         self._record("attend", layer_of(state), start)
+        return output
+
+    @hookimpl(wrapper=True)
+    def veloxquant_step(self, states: Sequence[Any], queries: mx.array, keys: mx.array, values: mx.array) -> _Wrapper:
+        """Time the storing and the attention of several sequences at once."""
+        self._compute(queries, keys, values, list(states))
+        start = time.perf_counter()
+        output = yield
+        self._compute(output, list(states))
+        self._record("step", layer_of(states[0]), start)
         return output
 
     @hookimpl(wrapper=True)

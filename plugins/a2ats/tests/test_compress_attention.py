@@ -138,7 +138,7 @@ def test_hidden_rows_have_no_weight(kind):
         found = cache.update_and_fetch(keys, values)
         if number:  # what is hidden is changed
             state = cache.method_state
-            state.codes._buffers["values"] = mx.where(hidden[:, None], 0, state.codes.live("values"))
+            state.codes._buffers["values"] = mx.where(hidden[: state.coded, None], 0, state.codes.live("values"))
             start, (near_keys, near_values) = state.block
             place = mx.arange(start, 60)[:, None]
             state.block = start, (near_keys, mx.where(hidden[start:, None], place * 9.0, near_values))

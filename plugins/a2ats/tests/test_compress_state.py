@@ -79,8 +79,9 @@ def test_codes_do_not_depend_on_where_the_prompt_stands():
     feed(other, filler, [300])
     other.update_and_fetch(shifted, values)
     first, second = held(one), held(other)
-    assert (first["keys"] == second["keys"][:, :, 300:]).mean() > 0.99
-    assert (first["values"] == second["values"][:, :, 300:]).all()
+    # Of 350 rows the last 14 wait for their codes, of 50 the last two.
+    assert (first["keys"][:, :, :36] == second["keys"][:, :, 300:]).mean() > 0.99
+    assert (first["values"][:, :, :36] == second["values"][:, :, 300:]).all()
 
 
 @pytest.mark.parametrize("tokens", [3000, 4096])
@@ -137,12 +138,11 @@ def test_a_trim_beyond_the_ring_leaves_codes_in_the_window():
     feed(whole, rows, [200])
     assert cache.trim(100) == 100
     found, expected = held(cache), held(whole)
-    assert all((found[name] == expected[name]).all() for name in ("keys", "values", "sink_keys", "sink_values"))
+    same_codes_and_sinks(found, expected, 200)
     # Rows 184 to 199 are rebuilt from their codes at their own positions: near what they were, and not equal.
     assert found["near_keys"].shape == expected["near_keys"].shape == (1, KV_HEADS, 16, DIM)
     difference = ((found["near_keys"] - expected["near_keys"]) ** 2).sum() / (expected["near_keys"] ** 2).sum()
     assert 0.1 < difference < 0.9
-    assert cache.nbytes == whole.nbytes
     # Once 16 new rows have come the window is as it would have been.
     feed(cache, rows, [1] * 16)
     feed(whole, rows, [1] * 16)
@@ -150,6 +150,16 @@ def test_a_trim_beyond_the_ring_leaves_codes_in_the_window():
     assert all(
         (held(cache)[name] == held(whole)[name]).all() for name in ("keys", "values", "near_keys", "near_values")
     )
+
+
+def same_codes_and_sinks(found, expected, tokens):
+    """After a deep rewind all rows have codes, for some are there only as those; without it the last ones wait."""
+    coded = tokens - tokens % 16
+    for name in ("keys", "values"):
+        assert found[name].shape[2] == tokens
+        assert coded == 0 or (found[name][:, :, :coded] == expected[name]).all()
+    for name in ("sink_keys", "sink_values"):
+        assert (found[name] == expected[name]).all()
 
 
 @pytest.mark.parametrize("left", [1, 2, 3, 17, 80, 120])
@@ -160,10 +170,7 @@ def test_a_deep_trim_at_every_length(left):
     feed(whole, rows, [left])
     cache.trim(251 - left)
     found, expected = held(cache), held(whole)
-    assert found.keys() == expected.keys()
-    assert all(found[name].shape == expected[name].shape for name in found)
-    assert all((found[name] == expected[name]).all() for name in ("keys", "values", "sink_keys", "sink_values"))
-    assert cache.nbytes == whole.nbytes
+    same_codes_and_sinks(found, expected, left)
     outputs = [np.array(feed(one, other, [1, 1, 3, 1])) for one in (cache, whole)]
     assert np.isfinite(outputs[0]).all()
     # The sinks are exact in both, and so is everything where only sinks were left.

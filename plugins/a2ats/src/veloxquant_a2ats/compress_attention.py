@@ -30,8 +30,8 @@ class CodedRows:
         window: Distance from which a token is far.
         far_position: The distance at which far tokens are seen.
         end: Number of rows, those of the queries included.
-        key_codes: Codes of all rows ``[B, Hkv * M, end, 1]``.
-        value_codes: ``[B, Hkv, end, Mv]``.
+        key_codes: Codes of the first rows, all but those of the last window at least ``[B, Hkv * M, coded, 1]``.
+        value_codes: ``[B, Hkv, coded, Mv]``.
         sinks: Keys and values of the first rows as they came, or None.
         exact_start: First position of ``exact``.
         exact: Keys and values as they came, positions ``exact_start`` to ``end``.
@@ -109,7 +109,8 @@ class _Attention:
         self.begin, self.start = rows.sink_count, rows.exact_start
         # A single query has the window that the exact rows are cut to; of several each has its own.
         self.single = rows.end - first == 1
-        self.mixed = self.start if self.single else max(first, self.start)
+        # Rows of the last window are near for all, and may have no codes yet.
+        self.mixed = self.start if self.single else max(self.start, min(first, rows.end - rows.window))
         coded = slice(self.begin, self.mixed)
         self.any_coded = self.begin < self.mixed
         self.key_codes = rows.key_codes[:, :, coded]

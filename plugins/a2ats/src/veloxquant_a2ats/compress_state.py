@@ -23,14 +23,20 @@ from veloxquant_a2ats.rotation import rotate
 from veloxquant_a2ats.scoring import rebuild_keys
 from veloxquant_a2ats.scoring import rebuild_values
 
-__all__ = ["CompressState"]
+__all__ = ["CODED_AT_ONCE", "CompressState"]
+
+CODED_AT_ONCE = 16
+"""Rows that get their codes together."""
 
 Pair = tuple[mx.array, mx.array]
 
 
 @attrs.define(eq=False)
 class CompressState:
-    """Codes of every row from the moment it comes, and the first rows and the newest as they came.
+    """Codes of all rows, and the first rows and the newest as they came.
+
+    Up to 15 of the newest rows, none but such as are in the window of every query to come, wait for their codes: coding
+    one row takes as long as coding 16. How many do follows from the tokens seen, so that rewinds leave no trace.
 
     Args:
         config: Options of the method.
@@ -52,6 +58,8 @@ class CompressState:
     # From a call with several rows to its attention: where the rows begin that its first query sees as they came, and
     # these rows. The ring holds them no more when the call is long.
     block: tuple[int, Pair] | None = None
+    # Whether the last call made codes, or kept first rows, or brought more rows than one.
+    changed: bool = True
 
     @classmethod
     def empty(cls, config: A2ATSConfig, layer: LayerSpec) -> CompressState:
@@ -61,7 +69,16 @@ class CompressState:
     @property
     def count(self) -> int:
         """Rows held: one for every token seen."""
+        return self.ring.end
+
+    @property
+    def coded(self) -> int:
+        """Rows that have codes: the first ones."""
         return self.codes.count
+
+    def _due(self, count: int) -> int:
+        """Rows of ``count`` that have codes."""
+        return count - count % min(CODED_AT_ONCE, self.config.window)
 
     def append(self, keys: mx.array, values: mx.array, *, in_prompt: bool) -> Pair:
         """Store new rows.
@@ -74,19 +91,52 @@ class CompressState:
         Returns:
             All rows: those held before, far ones as the last of the new tokens sees them, then the new ones.
         """
-        codebook = self.model.prepare(keys, values)
-        before, rows = self.count, keys.shape[2]
-        key_codes, aware = codebook.encode_keys(derotate(keys, self.model.rope, before))
-        self.codes.append({"keys": key_codes, "values": codebook.encode_values(values)})
-        self._count_aware(aware, keys, 1)
+        self._code(keys, values)
         self._append_sinks(keys, values)
+        before, rows = self.count, keys.shape[2]
         # Where the rows begin that some new query sees as they came; the ring may be about to lose them.
-        start = min(before, self._near_start(before))
+        start = min(before, self.near_start(before))
         near = _joined(self.ring.rows(start, before), (keys, values)) if start < before else (keys, values)
         self.ring.append(keys, values)
         if self.layer.routed and rows > 1 and before:
             self.block = start, near
         return near if start == 0 else self._held(start, before + rows - 1, near)
+
+    def store(self, keys: mx.array, values: mx.array) -> None:
+        """Store one row, as ``append`` does, without preparing any that are read."""
+        self._code(keys, values)
+        self._append_sinks(keys, values)
+        self.ring.append(keys, values)
+
+    def _code(self, keys: mx.array, values: mx.array) -> None:
+        """Make the codes that are due when new rows come, before the ring has them."""
+        self.model.prepare(keys, values)
+        start, before = self.coded, self.count
+        due = self._due(before + keys.shape[2])
+        self.changed = due > start or before < self.config.sinks or keys.shape[2] > 1
+        if due <= start:
+            return
+        new = (keys[:, :, : max(0, due - before)], values[:, :, : max(0, due - before)])
+        if start < before:
+            older = self.ring.rows(start, min(before, due))
+            if due <= before:
+                self._encode(older, start)
+                return
+            if due - start <= CODED_AT_ONCE:
+                new, before = _joined(older, new), start
+            else:
+                # A prompt is not copied for the sake of a few rows.
+                self._encode(older, start)
+        self._encode(new, before)
+
+    def _encode(self, rows: Pair, position: int) -> None:
+        """Code the rows that come next, the first of which stands at ``position``."""
+        codebook = self.model.codebook
+        assert codebook is not None
+        keys, values = rows
+        key_codes, aware = codebook.encode_keys(derotate(keys, self.model.rope, position))
+        self.codes.append({"keys": key_codes, "values": codebook.encode_values(values)})
+        self._count_aware(aware, keys, 1)
 
     def _count_aware(self, aware: mx.array | bool, keys: mx.array, sign: int) -> None:
         batch, heads, rows, _ = keys.shape
@@ -102,7 +152,7 @@ class CompressState:
         first = mx.contiguous(keys[:, :, :room]), mx.contiguous(values[:, :, :room])
         self.sinks = first if self.sinks is None else _joined(self.sinks, first)
 
-    def _near_start(self, query: int) -> int:
+    def near_start(self, query: int) -> int:
         """First position that a query at a position sees as it came, sinks apart."""
         return max(query + 1 - self.config.window, min(query + 1, self.config.sinks))
 
@@ -130,6 +180,17 @@ class CompressState:
         flat = plain.reshape(-1, 1, 1, plain.shape[-1])
         return rotate(flat, self.model.rope, query - self.config.far_position).reshape(plain.shape)
 
+    def first_rows(self, end: int) -> Pair | None:
+        """The first rows as they came, at most the sinks, none of them at or beyond row ``end``; None for none."""
+        count = 0 if self.sinks is None else min(self.sinks[0].shape[2], end)
+        if count == 0 or self.sinks is None:
+            return None
+        return self.sinks[0][:, :, :count], self.sinks[1][:, :, :count]
+
+    def codes_of(self, start: int, stop: int) -> Pair:
+        """Codes of keys ``[B, Hkv * M, n, 1]`` and of values ``[B, Hkv, n, Mv]`` of the rows ``start`` to ``stop``."""
+        return self.codes.whole("keys")[:, :, start:stop], self.codes.whole("values")[:, :, start:stop]
+
     def attend(
         self, queries: mx.array, scale: float, mask: mx.array | str | None, sinks: mx.array | None
     ) -> mx.array | None:
@@ -137,9 +198,9 @@ class CompressState:
         block, self.block = self.block, None
         end, length = self.count, queries.shape[2]
         codebook = self.model.codebook
-        if end == length or codebook is None or self._near_start(end - 1) <= min(end, self.config.sinks):
+        if end == length or codebook is None or self.near_start(end - 1) <= min(end, self.config.sinks):
             return None
-        start, exact = block or (self._near_start(end - 1), None)
+        start, exact = block or (self.near_start(end - 1), None)
         rows = CodedRows(
             codebook=codebook,
             rope=self.model.rope,
@@ -162,8 +223,8 @@ class CompressState:
         """
         end = self.count - count
         self.block = None
-        self._forget_aware(end)
-        self.codes.drop_last(count)
+        # Of rows that are not there as they came the codes must stay.
+        self._uncode(max(self._due(end), min(self.ring.start, end)))
         self.ring.rewind(end)
         if self.sinks is not None and end < self.sinks[0].shape[2]:
             self.sinks = mx.contiguous(self.sinks[0][:, :, :end]), mx.contiguous(self.sinks[1][:, :, :end])
@@ -171,17 +232,23 @@ class CompressState:
         if start < self.ring.start:
             self._refill(start, self.ring.start)
 
-    def _forget_aware(self, end: int) -> None:
-        """Count back the keys that are forgotten, from the rows that the ring still has and from codes before them."""
+    def _uncode(self, end: int) -> None:
+        """Forget the codes from row ``end`` on."""
         codebook = self.model.codebook
         assert codebook is not None
-        kept = max(end, self.ring.start)
+        if end >= self.coded:
+            return
+        # Their keys are counted back, from the rows that the ring still has and from codes before them.
+        kept = min(max(end, self.ring.start), self.coded)
         if end < kept:
             plain, _ = self._rebuilt(end, kept, lambda keys: keys)
             self._count_aware(codebook.aware(plain), plain, -1)
-        if kept < self.count:
-            keys, _ = self.ring.rows(kept, self.count)
+        if kept < self.coded:
+            keys, _ = self.ring.rows(kept, self.coded)
             self._count_aware(codebook.aware(derotate(keys, self.model.rope, kept)), keys, -1)
+        self.codes.drop_last(self.coded - end)
+        if not self.coded:
+            self.aware = None
 
     def _refill(self, start: int, stop: int) -> None:
         held = self.ring.dtypes
@@ -205,8 +272,10 @@ class CompressState:
         """Bytes of codes, of rows as they came, and of the codebook."""
         return compress_details(self)
 
-    def arrays(self) -> list[mx.array]:
-        """Every array held, but those between a call and its attention."""
+    def unread(self) -> list[mx.array]:
+        """Arrays that the last call may have changed unread: the ring, and after some calls all others."""
+        if not self.changed:
+            return list(self.ring.arrays())
         counts = [] if self.aware is None else [self.aware]
         return [*self.codes.buffers(), *self.ring.arrays(), *(self.sinks or ()), *counts]
 
@@ -216,26 +285,28 @@ class CompressState:
         if self.count:
             start = max(0, self.count - self.config.window)
             arrays["near_keys"], arrays["near_values"] = self.ring.rows(start, self.count)
-            assert self.aware is not None
+        if self.aware is not None:
             arrays["aware"] = self.aware
         if self.sinks is not None:
             arrays["sink_keys"], arrays["sink_values"] = self.sinks
         if self.block is not None:
             arrays["block_keys"], arrays["block_values"] = self.block[1]
-        return Snapshot(arrays, {"block_start": None if self.block is None else self.block[0]})
+        values = {"count": self.count, "block_start": None if self.block is None else self.block[0]}
+        return Snapshot(arrays, values)
 
     @classmethod
     def restored(cls, config: A2ATSConfig, layer: LayerSpec, snapshot: Snapshot) -> CompressState:
         """A state equal to the one that ``snapshot`` was taken of."""
         state = cls.empty(config, layer)
         arrays = snapshot.arrays
-        if "keys" not in arrays:
+        if "near_keys" not in arrays:
             return state
-        state.codes.load({name: arrays[name] for name in ("keys", "values")})
         near = arrays["near_keys"], arrays["near_values"]
         state.model.prepare(*near)
-        state.ring.load(state.count - near[0].shape[2], *near)
-        state.aware = mx.array(arrays["aware"])
+        state.ring.load(int(snapshot.values["count"] or 0) - near[0].shape[2], *near)
+        if "keys" in arrays:
+            state.codes.load({name: arrays[name] for name in ("keys", "values")})
+            state.aware = mx.array(arrays["aware"])
         if "sink_keys" in arrays:
             state.sinks = mx.array(arrays["sink_keys"]), mx.array(arrays["sink_values"])
         start = snapshot.values["block_start"]

@@ -12,6 +12,7 @@ heads and reads a fixed number of rows (``per_head=True`` is the paper's union);
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -24,6 +25,7 @@ from veloxquant import hookimpl
 from veloxquant_a2ats.compress_state import CompressState
 from veloxquant_a2ats.config import A2ATSConfig
 from veloxquant_a2ats.retrieve_state import RetrieveState
+from veloxquant_a2ats.together import step_together
 
 INFO = MethodInfo(
     name="a2ats",
@@ -82,9 +84,25 @@ def veloxquant_attend(
 
 
 @hookimpl
+def veloxquant_step(
+    states: Sequence[State],
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    sinks: mx.array | None,
+) -> mx.array | None:
+    """Take a token of several sequences at once in compress mode, but for models with sink logits."""
+    compressed = [state for state in states if isinstance(state, CompressState)]
+    if sinks is not None or len(compressed) < len(states):
+        return None
+    return step_together(compressed, queries, keys, values, scale)
+
+
+@hookimpl
 def veloxquant_unread(state: State) -> list[mx.array]:
-    """Everything: not all codes and counts are read at a step."""
-    return state.arrays()
+    """What a step writes and may not read: the ring, codes, counts."""
+    return state.unread()
 
 
 @hookimpl

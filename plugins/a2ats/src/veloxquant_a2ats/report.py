@@ -98,9 +98,9 @@ def _dense(state: CompressState) -> tuple[int, int]:
 
 def _assigned(state: CompressState, codes: tuple[int, int]) -> float:
     """Bits that a number takes in the codes, spare capacity apart."""
-    if not state.count:
+    if not state.coded:
         return 0.0
     dense = state.ring.arrays()
-    numbers = sum(array.size // array.shape[2] for array in dense) * state.count
+    numbers = sum(array.size // array.shape[2] for array in dense) * state.coded
     held = sum(array.nbytes for array in state.codes.arrays().values())
     return 8 * held / numbers

@@ -77,6 +77,14 @@ class Ring:
             return first
         return mx.concatenate([first, buffer[:, :, : stop - start - ahead]], axis=2)
 
+    def parts(self, start: int, stop: int) -> list[tuple[mx.array, mx.array]]:
+        """As ``rows``, in one piece or two, neither of them a copy."""
+        assert self._keys is not None
+        assert self._values is not None
+        slot = start % self.size
+        spans = [(slot, min(slot + stop - start, self.size)), (0, slot + stop - start - self.size)]
+        return [(self._keys[:, :, a:b], self._values[:, :, a:b]) for a, b in spans if a < b]
+
     def rewind(self, end: int) -> None:
         """Forget the rows at and beyond position ``end``, at least 1."""
         self.end, self.start = end, min(self.start, end)

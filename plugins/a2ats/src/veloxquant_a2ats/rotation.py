@@ -128,13 +128,13 @@ def rotate(rows: mx.array, rope: Rope, start: int) -> mx.array:
     return _turn(rows, rope, start, rope.scale)
 
 
-def derotate(rows: mx.array, rope: Rope, start: int) -> mx.array:
+def derotate(rows: mx.array, rope: Rope, start: int | mx.array) -> mx.array:
     """Undo the rotation of rows at consecutive positions.
 
     Args:
         rows: Rotated rows ``[B, H, S, D]``.
         rope: The rotation; its magnitude stays on the rows.
-        start: Position of the first row.
+        start: Position of the first row, or of that of each sequence ``[B]`` int32.
 
     Returns:
         Rows without position, in fp32.
@@ -186,7 +186,7 @@ def _swapped(rows: mx.array, traditional: bool) -> mx.array:
     return mx.concatenate([rows[..., size:], rows[..., :size]], axis=-1)
 
 
-def _turn(rows: mx.array, rope: Rope, offset: int, scale: float) -> mx.array:
+def _turn(rows: mx.array, rope: Rope, offset: int | mx.array, scale: float) -> mx.array:
     return mx.fast.rope(
         rows.astype(mx.float32),
         rope.dims,

@@ -33,16 +33,13 @@ def table_scores(queries: mx.array, centroids: mx.array, codes: mx.array) -> mx.
         ``[B, Hkv, G, rows]`` fp32.
     """
     batch, _, group, _ = queries.shape
-    heads, parts, count, dim = centroids.shape
-    split = queries.reshape(batch, heads, group, parts, dim).transpose(0, 1, 3, 4, 2)
-    # One row of a table per centroid, with the products of all G queries side by side: one look-up serves a group.
-    table = centroids @ split
-    index = code_index(codes, count)
-    if batch > 1:
-        index = index + mx.arange(batch, dtype=mx.uint32).reshape(-1, 1, 1) * (heads * parts * count)
-    found = mx.take(table.reshape(-1, group), index, axis=0)
-    scores = found.reshape(batch, heads, parts, -1, group).sum(axis=2)
-    return scores.swapaxes(2, 3)
+    heads, parts, _, dim = centroids.shape
+    split = queries.reshape(batch, heads, group, parts, dim).swapaxes(2, 3)
+    # A row of the table for every query, looked up along itself: several times faster than taking rows.
+    table = split @ centroids.swapaxes(-1, -2)
+    rows = codes.shape[2]
+    index = mx.broadcast_to(codes.reshape(batch, heads, parts, 1, rows), (batch, heads, parts, group, rows))
+    return mx.take_along_axis(table, index, axis=-1).sum(axis=2)
 
 
 def rebuild_keys(centroids: mx.array, codes: mx.array) -> mx.array:
@@ -55,7 +52,9 @@ def rebuild_keys(centroids: mx.array, codes: mx.array) -> mx.array:
 
 def rebuild_values(centroids: mx.array, codes: mx.array) -> mx.array:
     """Values from their codes ``[B, Hkv, rows, M]``: ``[B, Hkv, rows, Dv]`` fp32."""
-    heads, parts, count, dim = centroids.shape
-    first = mx.arange(heads * parts, dtype=mx.uint32).reshape(heads, 1, parts) * count
-    found = mx.take(centroids.reshape(-1, dim), codes.astype(mx.uint32) + first, axis=0)
-    return found.reshape(*codes.shape[:3], parts * dim)
+    heads, parts, _, dim = centroids.shape
+    batch, _, rows, _ = codes.shape
+    index = mx.broadcast_to(codes.swapaxes(2, 3)[:, :, :, None], (batch, heads, parts, dim, rows))
+    table = mx.broadcast_to(centroids.swapaxes(-1, -2), (batch, heads, parts, dim, centroids.shape[2]))
+    # Channel by channel, each looked up along its own list: faster than taking whole centroids.
+    return mx.take_along_axis(table, index, axis=-1).reshape(batch, heads, parts * dim, rows).swapaxes(2, 3)

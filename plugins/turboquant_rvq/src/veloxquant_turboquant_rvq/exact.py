@@ -35,6 +35,10 @@ class ExactRows:
         values = None if self.values is None else mx.contiguous(self.values[:, :, start:end])
         return ExactRows(mx.contiguous(self.keys[:, :, start:end]), values)
 
+    def first(self, count: int) -> ExactRows:
+        """The first ``count`` rows as a view, for as long as a call lasts."""
+        return ExactRows(self.keys[:, :, :count], None if self.values is None else self.values[:, :, :count])
+
     def last(self, count: int) -> ExactRows:
         """The last ``count`` rows as a view, for as long as a call lasts."""
         start = self.count - count

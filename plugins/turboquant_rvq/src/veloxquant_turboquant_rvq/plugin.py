@@ -11,6 +11,8 @@ norm; the newest tokens stay in full precision too; two rounds of signs and Hada
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from veloxquant import ByteCount
@@ -23,6 +25,7 @@ from veloxquant_turboquant_rvq import cuda
 from veloxquant_turboquant_rvq.config import TurboQuantRVQConfig
 from veloxquant_turboquant_rvq.state import TurboQuantRVQState
 from veloxquant_turboquant_rvq.store import TurboQuantRows
+from veloxquant_turboquant_rvq.together import step_together
 
 INFO = MethodInfo(
     name="turboquant_rvq",
@@ -83,9 +86,22 @@ def veloxquant_attend(
 
 
 @hookimpl
+def veloxquant_step(
+    states: Sequence[TurboQuantRVQState],
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    sinks: mx.array | None,
+) -> mx.array | None:
+    """Take a token of several sequences at once, but where a kernel serves each of them better."""
+    return step_together(states, queries, keys, values, scale, sinks) if states[0].rows.blocked else None
+
+
+@hookimpl
 def veloxquant_unread(state: TurboQuantRVQState) -> list[mx.array]:
-    """Everything: packed rows that are also held as they came are read as those."""
-    return state.arrays()
+    """Packed rows, when some were packed, and copies: what is held twice is read in one form."""
+    return state.unread()
 
 
 @hookimpl
@@ -114,7 +130,7 @@ def veloxquant_serialize(state: TurboQuantRVQState) -> Snapshot:
 @hookimpl
 def veloxquant_restore(config: TurboQuantRVQConfig, layer: LayerSpec, snapshot: Snapshot) -> TurboQuantRVQState:
     """Rebuild a state."""
-    return TurboQuantRVQState.restored(config, layer, snapshot.arrays)
+    return TurboQuantRVQState.restored(config, layer, snapshot)
 
 
 @hookimpl

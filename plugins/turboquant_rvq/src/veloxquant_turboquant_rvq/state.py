@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import attrs
 import mlx.core as mx
 
@@ -14,7 +12,10 @@ from veloxquant_turboquant_rvq.config import TurboQuantRVQConfig
 from veloxquant_turboquant_rvq.exact import ExactRows
 from veloxquant_turboquant_rvq.store import TurboQuantRows
 
-__all__ = ["SPARE", "TurboQuantRVQState"]
+__all__ = ["CODED_AT_ONCE", "SPARE", "TurboQuantRVQState"]
+
+CODED_AT_ONCE = 16
+"""Rows that get their codes together on a CPU, where coding one takes as long as coding them all."""
 
 SPARE = 64
 """Rows beyond ``recent`` that stay as they came, so that rewinds of up to as many tokens are exact."""
@@ -23,6 +24,9 @@ SPARE = 64
 @attrs.define(eq=False)
 class TurboQuantRVQState:
     """All rows packed, and copies of the first and the newest ones as they came.
+
+    On a CPU up to 15 of the newest rows, none but such as are attended to as they came, wait for their codes. How many
+    do follows from the number of rows alone, so that rewinds leave no trace.
 
     Args:
         config: Options of the method.
@@ -38,6 +42,8 @@ class TurboQuantRVQState:
     newest: ExactRows | None = None
     # Between a call and its attention: the recent rows and the call's own.
     fresh: ExactRows | None = None
+    # Whether the last call made codes, or kept first rows.
+    changed: bool = True
 
     @classmethod
     def empty(cls, config: TurboQuantRVQConfig, layer: LayerSpec) -> TurboQuantRVQState:
@@ -55,15 +61,45 @@ class TurboQuantRVQState:
         Returns:
             The rows held before, recent and first ones as they came, followed by the new rows.
         """
+        return self.returned(self.store(keys, values))
+
+    def store(self, keys: mx.array, values: mx.array) -> ExactRows:
+        """Store new rows as ``append`` does; returns the recent rows and the new ones as they came."""
         before = self.rows.count
         new = ExactRows(keys, values if self.config.value_bits else None)
-        self.rows.append(keys, values)
+        coded = self.rows.coded
+        self.rows.take(keys, values)
+        self._code(new)
+        self.changed = self.rows.coded > coded or before < self.config.sinks
         fresh = self._fresh(new)
         self.fresh = fresh if self.layer.routed else None
         if before < self.config.sinks:
             first = new if self.first is None else self.first.followed_by(new)
             self.first = first.part(0, self.config.sinks)
-        return self._returned(fresh)
+        return fresh
+
+    def _code(self, new: ExactRows) -> None:
+        """Make the codes that are due when ``new`` is stored and not yet among the newest."""
+        due = self._due(self.rows.count) - self.rows.coded
+        if due <= 0:
+            return
+        older = self.rows.waiting - new.count
+        if older and self.newest is not None:
+            waiting = self.newest.last(older)
+            if due <= CODED_AT_ONCE:
+                new = waiting.followed_by(new)
+            else:
+                # A prompt is not copied for the sake of a few rows.
+                self.rows.code(waiting.keys, waiting.values)
+                due -= older
+        rows = new.first(due)
+        self.rows.code(rows.keys, rows.values)
+
+    def _due(self, count: int) -> int:
+        """Rows of ``count`` that have codes."""
+        # On a GPU the kernels read every row by its code.
+        together = max(1, min(CODED_AT_ONCE, self.config.recent)) if self.rows.blocked else 1
+        return count - count % together
 
     def _fresh(self, new: ExactRows) -> ExactRows:
         """Take new rows among the newest; the recent rows followed by them."""
@@ -80,7 +116,7 @@ class TurboQuantRVQState:
         self.newest = whole if whole.count <= limit else whole.part(whole.count - limit, whole.count)
         return fresh
 
-    def _returned(self, fresh: ExactRows) -> tuple[mx.array, mx.array]:
+    def returned(self, fresh: ExactRows) -> tuple[mx.array, mx.array]:
         """All rows, those of them that are held as they came in the place of what was packed."""
         end = self.rows.count - fresh.count
         if end == 0:
@@ -117,6 +153,18 @@ class TurboQuantRVQState:
         if self.newest is not None:
             left = self.newest.count - count
             self.newest = self.newest.part(0, left) if left > 0 else None
+        self._settle()
+
+    def _settle(self) -> None:
+        """Have codes for those rows that would have some had no token been forgotten, as far as that can be."""
+        # Of rows that are not there as they came the codes must stay.
+        exact = 0 if self.newest is None else self.newest.count
+        change = max(self._due(self.rows.count), self.rows.count - exact) - self.rows.coded
+        if change < 0:
+            self.rows.uncode(-change)
+        elif change and self.newest is not None:
+            rows = self.newest.last(self.rows.waiting).first(change)
+            self.rows.code(rows.keys, rows.values)
 
     def account(self) -> ByteCount:
         """Bytes of packed rows, and of copies."""
@@ -126,11 +174,11 @@ class TurboQuantRVQState:
         details = {**count.details, "exact_key_bytes": keys, "exact_value_bytes": values}
         return attrs.evolve(count, keys=count.keys + keys, values=count.values + values, rows=None, details=details)
 
-    def arrays(self) -> list[mx.array]:
-        """Every array held."""
-        exact = [rows for rows in (self.first, self.newest) if rows is not None]
+    def unread(self) -> list[mx.array]:
+        """Arrays that the last call may have changed unread: newest rows, and after some calls all others."""
+        exact = [rows for rows in (self.newest, self.first if self.changed else None) if rows is not None]
         copies = [array for rows in exact for array in (rows.keys, rows.values) if array is not None]
-        return [*self.rows.buffers(), *copies]
+        return [*self.rows.buffers(), *copies] if self.changed else copies
 
     def snapshot(self) -> Snapshot:
         """Everything, as arrays."""
@@ -140,21 +188,22 @@ class TurboQuantRVQState:
                 arrays[f"{name}_keys"] = rows.keys
                 if rows.values is not None:
                     arrays[f"{name}_values"] = rows.values
-        return Snapshot(arrays)
+        return Snapshot(arrays, {"waiting": self.rows.waiting})
 
     @classmethod
-    def restored(
-        cls, config: TurboQuantRVQConfig, layer: LayerSpec, arrays: Mapping[str, mx.array]
-    ) -> TurboQuantRVQState:
+    def restored(cls, config: TurboQuantRVQConfig, layer: LayerSpec, snapshot: Snapshot) -> TurboQuantRVQState:
         """A state equal to the one that ``snapshot`` was taken of."""
-        state = cls.empty(config, layer)
+        state, arrays = cls.empty(config, layer), snapshot.arrays
         names = ("first", "newest")
         exact = {f"{name}_{part}" for name in names for part in ("keys", "values")}
-        state.rows.load({name: array for name, array in arrays.items() if name not in exact})
+        waiting = int(snapshot.values["waiting"] or 0)
+        state.rows.load({name: array for name, array in arrays.items() if name not in exact}, waiting)
         state.first, state.newest = (
             ExactRows(arrays[f"{name}_keys"], arrays.get(f"{name}_values")) if f"{name}_keys" in arrays else None
             for name in names
         )
+        # Made on a CPU and read on a GPU, or the other way round.
+        state._settle()
         return state
 
 
