@@ -190,6 +190,7 @@ def test_the_report_of_a_batch_is_the_sum_of_its_sequences(method, model):
 def test_a_batch_goes_on_in_another_thread(method, model):
     """Whatever its steps hold is computed with the tokens, and can be used where they cannot be."""
     members = [filled(method, model, length, seed) for seed, length in enumerate((60, 90))]
+    mx.eval([decode(model, caches, [4]) for caches in members])
     batches = [type(layer[0]).merge(list(layer)) for layer in zip(*members, strict=True)]
     alone = [decode(model, caches, [5, 6, 7]) for caches in members]
     found = []

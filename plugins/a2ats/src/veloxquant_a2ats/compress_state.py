@@ -58,8 +58,6 @@ class CompressState:
     # From a call with several rows to its attention: where the rows begin that its first query sees as they came, and
     # these rows. The ring holds them no more when the call is long.
     block: tuple[int, Pair] | None = None
-    # Whether the last call made codes, or kept first rows, or brought more rows than one.
-    changed: bool = True
 
     @classmethod
     def empty(cls, config: A2ATSConfig, layer: LayerSpec) -> CompressState:
@@ -113,7 +111,6 @@ class CompressState:
         self.model.prepare(keys, values)
         start, before = self.coded, self.count
         due = self._due(before + keys.shape[2])
-        self.changed = due > start or before < self.config.sinks or keys.shape[2] > 1
         if due <= start:
             return
         new = (keys[:, :, : max(0, due - before)], values[:, :, : max(0, due - before)])
@@ -272,10 +269,8 @@ class CompressState:
         """Bytes of codes, of rows as they came, and of the codebook."""
         return compress_details(self)
 
-    def unread(self) -> list[mx.array]:
-        """Arrays that the last call may have changed unread: the ring, and after some calls all others."""
-        if not self.changed:
-            return list(self.ring.arrays())
+    def arrays(self) -> list[mx.array]:
+        """Every array held, but those between a call and its attention."""
         counts = [] if self.aware is None else [self.aware]
         return [*self.codes.buffers(), *self.ring.arrays(), *(self.sinks or ()), *counts]
 

@@ -101,8 +101,8 @@ def veloxquant_step(
 
 @hookimpl
 def veloxquant_unread(state: State) -> list[mx.array]:
-    """What a step writes and may not read: the ring, codes, counts."""
-    return state.unread()
+    """Everything: not all codes and counts are read at a step."""
+    return state.arrays()
 
 
 @hookimpl

@@ -163,7 +163,7 @@ class RetrieveState:
         """Bytes of rows, codes, counts and codebook."""
         return retrieve_details(self)
 
-    def unread(self) -> list[mx.array]:
+    def arrays(self) -> list[mx.array]:
         """Every array held, but rows as they came, which each step reads."""
         counts = [] if self.counts is None else [self.counts]
         return [*self.codes.buffers(), *counts, *self.rows.unread()]

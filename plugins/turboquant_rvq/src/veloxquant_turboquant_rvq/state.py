@@ -42,8 +42,6 @@ class TurboQuantRVQState:
     newest: ExactRows | None = None
     # Between a call and its attention: the recent rows and the call's own.
     fresh: ExactRows | None = None
-    # Whether the last call made codes, or kept first rows.
-    changed: bool = True
 
     @classmethod
     def empty(cls, config: TurboQuantRVQConfig, layer: LayerSpec) -> TurboQuantRVQState:
@@ -67,10 +65,8 @@ class TurboQuantRVQState:
         """Store new rows as ``append`` does; returns the recent rows and the new ones as they came."""
         before = self.rows.count
         new = ExactRows(keys, values if self.config.value_bits else None)
-        coded = self.rows.coded
         self.rows.take(keys, values)
         self._code(new)
-        self.changed = self.rows.coded > coded or before < self.config.sinks
         fresh = self._fresh(new)
         self.fresh = fresh if self.layer.routed else None
         if before < self.config.sinks:
@@ -174,11 +170,11 @@ class TurboQuantRVQState:
         details = {**count.details, "exact_key_bytes": keys, "exact_value_bytes": values}
         return attrs.evolve(count, keys=count.keys + keys, values=count.values + values, rows=None, details=details)
 
-    def unread(self) -> list[mx.array]:
-        """Arrays that the last call may have changed unread: newest rows, and after some calls all others."""
-        exact = [rows for rows in (self.newest, self.first if self.changed else None) if rows is not None]
+    def arrays(self) -> list[mx.array]:
+        """Every array held."""
+        exact = [rows for rows in (self.first, self.newest) if rows is not None]
         copies = [array for rows in exact for array in (rows.keys, rows.values) if array is not None]
-        return [*self.rows.buffers(), *copies] if self.changed else copies
+        return [*self.rows.buffers(), *copies]
 
     def snapshot(self) -> Snapshot:
         """Everything, as arrays."""
