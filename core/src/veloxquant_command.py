@@ -13,6 +13,9 @@ def main() -> int:
     """
     try:
         from veloxquant.cli import main as run
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
     except ImportError as error:
         if "back end" not in str(error):
             raise

@@ -1,5 +1,6 @@
 """The program itself, and the commands that only look at plugins."""
 
+import builtins
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ from importlib.metadata import version
 
 import pytest
 
+import veloxquant_command
 from veloxquant.cli import doctor
 from veloxquant.cli import main
 from veloxquant.registry import BLOCK_VARIABLE
@@ -100,6 +102,14 @@ def test_without_arguments_there_is_help(capsys):
     assert all(word in out for word in ("Usage", "list", "info", "doctor", "generate"))
 
 
+def test_a_group_without_a_command_gives_help(capsys):
+    assert main(["bench"]) == 0
+    captured = capsys.readouterr()
+    assert "Usage" in captured.out
+    assert "memory" in captured.out
+    assert captured.err == ""
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -129,6 +139,28 @@ def test_interrupted(monkeypatch, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.strip() == "interrupted"
+
+
+def test_interrupted_while_the_program_is_imported(monkeypatch, capsys):
+    def interrupt(name, *rest):
+        if name == "veloxquant.cli":
+            raise KeyboardInterrupt
+        return importing(name, *rest)
+
+    importing = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", interrupt)
+    assert veloxquant_command.main() == 130
+    assert capsys.readouterr().err.strip() == "interrupted"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
+@pytest.mark.parametrize("words", [["list"], ["list", "--json"], ["--help"]])
+def test_no_room_for_the_output_is_one_sentence(words):
+    program = [sys.executable, "-c", "import sys; from veloxquant.cli import main; sys.exit(main())", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.stderr == "error: cannot write: No space left on device; make room, or send the output elsewhere\n"
+    assert done.returncode == 2
 
 
 def test_bugs_are_shown(monkeypatch):
@@ -321,8 +353,8 @@ def offered(line):
         ("veloxquant info to", ["toy"]),
         ("veloxquant check to", ["toy"]),
         ("veloxquant generate --method to", ["toy"]),
-        ("veloxquant generate --method toy --set ro", ["rows="]),
-        ("veloxquant check toy --set ", ["rows="]),
+        ("veloxquant generate --method toy --set ro", ["rows=", "rows=none"]),
+        ("veloxquant check toy --set ", ["rows=", "rows=none"]),
         ("veloxquant generate --set ro", []),
         ("veloxquant generate --method broken --set ro", []),
     ],

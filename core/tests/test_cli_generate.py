@@ -201,6 +201,16 @@ def test_the_table_fits_80_columns(run, monkeypatch):
     assert "…" not in table
 
 
+@pytest.mark.parametrize("name", ["toy", "a_method_with_a_name_of_32_chars"])
+def test_no_figure_is_cut_whatever_the_names_are(name, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    columns = ("cache", *(f"heading{index}" for index in range(6)))
+    display.show_rows(columns, [(name, *(f"{index}0123.45" for index in range(6)))], "")
+    out = capsys.readouterr().out
+    assert all(text in out for text in (name, *columns, *(f"{index}0123.45" for index in range(6))))
+    assert all(len(line) <= 80 for line in out.splitlines())
+
+
 def test_the_model_is_left_alone_in_proxy_mode(ask):
     [one] = ask("--prompt", "hello" * 5, "--proxy")["runs"]
     assert one["query_mode"] == "proxy"

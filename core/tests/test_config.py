@@ -120,6 +120,17 @@ def test_a_mapping(given, expected):
     assert parse(given) == expected
 
 
+def test_a_mapping_of_objects_is_a_mapping_of_anything():
+    @attrs.frozen(kw_only=True)
+    class Loose:
+        storage_config: "Mapping[str, object] | None" = None
+
+    for given in ({"storage_config": {"bits": 2, "a": [1]}}, 'storage_config={"bits": 2, "a": [1]}'):
+        made = parse_config(Loose, given, method="toy")
+        assert made.storage_config == {"bits": 2, "a": [1]}
+        assert parse_config(Loose, config_to_dict(made), method="toy") == made
+
+
 def test_a_whole_number_given_for_a_float_becomes_a_float():
     assert type(parse({"ratio": 3}).ratio) is float
 

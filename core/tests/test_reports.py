@@ -8,6 +8,7 @@ from core_test_helpers import feed
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.cache import RotatingKVCache
 
+from veloxquant import VeloxQuantError
 from veloxquant import hookimpl
 from veloxquant.attention import unroute
 from veloxquant.build import make_prompt_cache
@@ -203,3 +204,8 @@ def test_a_report_is_plain_values(registry):
     assert plain["step_bytes"] == got.step_bytes
     assert [layer["method"] for layer in plain["layers"]] == ["RotatingKVCache"] * 5 + ["evictor"]
     assert plain["layers"][5]["tokens_seen"] == 31
+
+
+def test_a_model_in_the_place_of_its_caches_is_refused():
+    with pytest.raises(VeloxQuantError, match="report takes the caches that make_prompt_cache gave, not "):
+        report(models.tiny_llama())

@@ -151,6 +151,16 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(monkeypatch, tmp_path):
         sample.sample_model_path()
 
 
+def test_a_full_disk_is_one_sentence(own_cache, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("[write] Unable to write 100 bytes to file.")
+
+    monkeypatch.setattr(gguf.mx, "save_safetensors", fail)
+    with pytest.raises(sample.SampleModelError, match=r"Unable to write 100 .*; set VELOXQUANT_CACHE_DIR to"):
+        sample.sample_model_path()
+    assert list(own_cache.iterdir()) == []
+
+
 def test_the_conversion_happens_once_and_again_for_another_format(own_cache):
     folder = sample.sample_model_path()
     assert folder.parent == own_cache

@@ -1,14 +1,19 @@
 """The options of mlx-lm's server are read by mlx-lm's parser, and what it refuses is said in a sentence."""
 
 import argparse
+import io
+import json
 import logging
+import os
 import sys
 
 import pytest
+from huggingface_hub.errors import CacheNotFound
 from mlx_lm import server
 
 from veloxquant.cli.serve import _bytes
 from veloxquant.errors import VeloxQuantError
+from veloxquant.serve.http import Handler
 from veloxquant.serve.options import parse_server_options
 from veloxquant.serve.options import rebound
 
@@ -76,3 +81,17 @@ def test_sizes(text, size):
 def test_sizes_that_are_none(text):
     with pytest.raises(VeloxQuantError, match="takes a size such as"):
         _bytes("--cache-bytes", text)
+
+
+@pytest.mark.parametrize("name", ["org/name", "."])
+def test_the_model_is_listed_where_nothing_was_ever_downloaded(name, monkeypatch):
+    def fail(self):
+        raise CacheNotFound("no folder", "nowhere")
+
+    monkeypatch.setattr(server.APIHandler, "handle_models_request", fail)
+    handler = Handler.__new__(Handler)
+    handler.created, handler.wfile = 7, io.BytesIO()
+    handler.response_generator = argparse.Namespace(cli_args=argparse.Namespace(model=name))
+    handler.handle_models_request()
+    known = {"id": os.getcwd() if name == "." else name, "object": "model", "created": 7}
+    assert json.loads(handler.wfile.getvalue()) == {"object": "list", "data": [known]}

@@ -248,6 +248,8 @@ def _make_converter() -> cattrs.Converter:
     exact(str, (str,))
     for optional in (int, float, bool, str):
         _allow_none(converter, optional)
+    # Mapping[str, object] says the same as Mapping[str, Any].
+    converter.register_structure_hook_func(lambda kind: kind is object, lambda value, _: value)
     return converter
 
 

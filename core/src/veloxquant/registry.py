@@ -180,7 +180,10 @@ class Registry:
         names = self.names()
         installed = f"installed: {', '.join(names)}" if names else "no method is installed"
         if name in _ADVICE:
-            return f"the method '{name}' is not installed; run: pip install {_ADVICE[name]} ({installed})"
+            return (
+                f"the method '{name}' is not installed; run: pip install {_ADVICE[name]}, or in a checkout: "
+                f"pip install ./plugins/{name} ({installed})"
+            )
         hint = suggest(str(name), [*names, *_ADVICE])
         return (
             f"there is no method '{name}'{hint} ({installed}; more with pip install veloxquant-NAME, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -11,6 +12,7 @@ import mlx.core as mx
 from veloxquant.attention import attention
 from veloxquant.batch import BatchLayerCache
 from veloxquant.cache import LayerCache
+from veloxquant.errors import VeloxQuantError
 from veloxquant.types import ByteCount
 from veloxquant.types import Snapshot
 
@@ -121,7 +123,12 @@ def report(caches: Any, *, measure_step: bool = False) -> Report:
 
     Returns:
         The report; figures come from the arrays held, never from a formula.
+
+    Raises:
+        VeloxQuantError: It is no list of caches.
     """
+    if isinstance(caches, Mapping):  # which a model is
+        raise VeloxQuantError(f"report takes the caches that make_prompt_cache gave, not {type(caches).__name__}")
     if not isinstance(caches, Iterable):
         caches = [caches]
     return Report(layers=tuple(_layer(index, cache, measure_step) for index, cache in enumerate(caches)))

@@ -77,7 +77,8 @@ def write_file(path: str | os.PathLike[str], description: Mapping[str, Any], arr
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))
         temporary.replace(target)
     except (OSError, RuntimeError) as error:
-        raise VeloxQuantError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from error
+        reason = str(getattr(error, "strerror", None) or error).rstrip(".")
+        raise VeloxQuantError(f"cannot write {target}: {reason}; name a file where there is room") from error
     finally:
         temporary.unlink(missing_ok=True)
 

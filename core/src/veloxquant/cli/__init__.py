@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -35,6 +36,9 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 BAD_INPUT = 2
 INTERRUPTED = 130
+
+# A disk, or the share of it that the user may have, is full.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 app = typer.Typer(
     name="veloxquant",
@@ -93,6 +97,12 @@ def _with_help(error: Any, words: Sequence[str]) -> str:
     return f"{error.format_message().rstrip('.')}; see '{path} --help'"
 
 
+def _drop_output() -> None:
+    # What is still buffered would fail again when Python closes stdout.
+    with contextlib.suppress(OSError):  # what stands in for stdout may be no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -110,7 +120,9 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         _refuse_unknown_command(words)
         app.rich_markup_mode = help_style()
-        code = app(words or ["--help"], prog_name="veloxquant", standalone_mode=False)
+        # A group without a command would be a usage error, whose message is the whole help.
+        alone = words in ([], ["bench"])
+        code = app([*words, "--help"] if alone else words, prog_name="veloxquant", standalone_mode=False)
         sys.stdout.flush()
     except VeloxQuantError as error:
         hint = "; 'veloxquant doctor' looks at all plugins" if isinstance(error, PluginError) else ""
@@ -122,9 +134,14 @@ def main(args: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except BrokenPipeError:
-        # What is still buffered would fail again when Python closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _drop_output()
+        say_error(f"cannot write: {error.strerror}; make room, or send the output elsewhere")
+        return BAD_INPUT
     if code == INTERRUPTED:  # what typer itself makes of Ctrl-C in new versions
         print("\ninterrupted", file=sys.stderr)
     return int(code or 0)

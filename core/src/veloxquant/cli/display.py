@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rich.measure import Measurement
 from rich.progress import BarColumn
 from rich.progress import MofNCompleteColumn
 from rich.progress import Progress
@@ -46,6 +47,9 @@ _LEGEND = (
 
 # Columns of text that the table of a generation needs.
 _NARROW = 78
+
+# More than a table of figures can need.
+_ANY_WIDTH = 10_000
 
 _PROFILE_LEGEND = (
     "the hooks of the method, all layers. Each call is computed before the next one begins, so the speeds above are "
@@ -162,10 +166,12 @@ def show_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], legend: str
         narrow: Columns of text that the table needs.
     """
     console = open_stdout()
-    if console.width >= narrow:
-        shown = table(*columns, right=True, caption=legend)
-        for row in rows:
-            shown.add_row(*row)
+    shown = table(*columns, right=True, caption=legend)
+    for row in rows:
+        shown.add_row(*row)
+    # A table that does not fit loses figures, and long names make it wide.
+    needed = Measurement.get(console, console.options.update(width=_ANY_WIDTH), shown).maximum
+    if console.width >= max(narrow, needed):
         console.print(shown)
         return
     for row in rows:

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import typer
 
+from veloxquant.cli.output import NO_METHOD
 from veloxquant.cli.output import Json
 from veloxquant.cli.output import fields
 from veloxquant.cli.output import only_json
@@ -81,4 +82,4 @@ def _show(record: dict[str, Any]) -> None:
     elif names:
         console.print(f"all is well; usable: {names}")
     else:
-        console.print("all is well, but no method is installed; for example: pip install veloxquant-snapkv")
+        console.print(f"all is well, but {NO_METHOD}")

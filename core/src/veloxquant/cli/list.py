@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 
+from veloxquant.cli.output import NO_METHOD
 from veloxquant.cli.output import Json
 from veloxquant.cli.output import open_stdout
 from veloxquant.cli.output import table
@@ -32,7 +33,7 @@ def list_methods(as_json: Json = False) -> None:
         )
         return
     if not entries:
-        open_stdout().print("no method is installed; for example: pip install veloxquant-snapkv", soft_wrap=True)
+        open_stdout().print(NO_METHOD, soft_wrap=True)
         return
     shown = table("method", "distribution", "version", "state")
     for entry in entries:

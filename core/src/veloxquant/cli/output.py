@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 __all__ = [
+    "NO_METHOD",
     "Json",
     "animated",
     "fields",
@@ -29,6 +30,9 @@ __all__ = [
     "table",
     "write_json",
 ]
+
+NO_METHOD = "no method is installed; for example: pip install veloxquant-snapkv, or in a checkout: ./plugins/snapkv"
+"""What is said where methods would be listed."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else there.")]
 """The option ``--json`` of every command."""

@@ -37,7 +37,8 @@ def read_prompt(text: str | None, file: str | None, sample_tokens: int | None) -
     prompt = _read(file) if file is not None else text
     assert prompt is not None
     if not prompt.strip():
-        raise VeloxQuantError("the prompt is empty" if file is None else f"{_name(file)} is empty")
+        empty = "the prompt is empty; write a text after --prompt"
+        raise VeloxQuantError(empty if file is None else f"{_name(file)} is empty; write a text into it")
     try:
         prompt.encode()
     except UnicodeEncodeError:  # bytes of the command line that Python could not decode

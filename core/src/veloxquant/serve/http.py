@@ -8,8 +8,10 @@ import socket
 import sys
 from collections.abc import Callable
 from http.server import ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import CacheNotFound
 from mlx_lm import server
 
 from veloxquant.errors import VeloxQuantError
@@ -33,6 +35,16 @@ class Handler(server.APIHandler):  # type: ignore[misc]
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def handle_models_request(self) -> None:
+        """As in mlx-lm, and no less where nothing was ever downloaded."""
+        try:
+            super().handle_models_request()
+        except CacheNotFound:  # the headers are out by then
+            name = self.response_generator.cli_args.model
+            model = {"id": str(Path(name).resolve()) if Path(name).exists() else name, "object": "model"}
+            body = {"object": "list", "data": [{**model, "created": self.created}]}
+            self.wfile.write(json.dumps(body).encode())
 
     def handle_completion(self, request: Any, stop_words: list[str]) -> None:
         """As in mlx-lm; a client that is gone ends its request and nothing else."""

@@ -61,9 +61,9 @@ def sample_model_path() -> Path:
         raise SampleModelError(f"The installed sample model is not the one used here; run `{INSTALL}`.")
     try:
         convert_gguf(source, folder, _SHA256)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # mlx reports a full disk as the latter
         raise SampleModelError(
-            f"The sample model cannot be written to {folder} ({error.strerror}); "
+            f"The sample model cannot be written to {folder} ({getattr(error, 'strerror', None) or error}); "
             f"set {CACHE_VARIABLE} to a directory with 150 MB to spare."
         ) from error
     return folder
