@@ -99,28 +99,6 @@ def test_options_are_completed():
     assert "--max-tokens" in completed("veloxquant generate --max")
 
 
-def test_the_options_of_the_method_are_completed():
-    line = "veloxquant generate --method snapkv --set "
-    assert {"budget=", "window="} <= set(completed(line))
-    # With one offer bash and zsh would end the word with a space, and "budget= 4" is refused.
-    assert completed(line + "budg") == ["budget=", "budget=none"]
-    assert {"window=", "window=32"} == set(completed(line + "wi"))
-
-
-@pytest.mark.parametrize(
-    ("written", "offers"),
-    [
-        ("pooling=", {"pooling=max", "pooling=avg"}),
-        ("pooling=m", {"pooling=max"}),
-        ("storage=turbo", {"storage=turboquant_rvq"}),
-        ("nothing=", set()),
-    ],
-)
-def test_values_are_completed_where_they_can_be_counted(written, offers):
-    # fish and zsh hand over the whole word, bash splits it at the sign.
-    assert set(completed(f"veloxquant generate --method snapkv --set {written}", "fish")) == offers
-
-
 def test_there_is_a_script_for_the_shell():
     text = in_a_pipe("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     assert "_VELOXQUANT_COMPLETE=complete_bash" in text
