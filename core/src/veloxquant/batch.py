@@ -114,7 +114,7 @@ class BatchLayerCache:
                 f"the batch holds {len(self.sequences)} sequences and was given keys for {keys.shape[0]}"
             )
         if self._rows is not None:
-            raise self.sequences[0].not_routed()
+            self.sequences[0].refuse_unattended()
         if self._steps_together(keys, values):
             self._rows = keys, values
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 from typing import Any
+from typing import NoReturn
 
 import mlx.core as mx
 
@@ -37,14 +38,18 @@ class RoutedLayerCache(LayerCache):
             RoutingError: The queries of the previous call did not arrive.
         """
         if self._awaiting:
-            raise self.not_routed()
+            self.refuse_unattended()
         _, result = self._store(keys, values)
         self._awaiting = keys.shape[2]
         return result
 
-    def not_routed(self) -> RoutingError:
-        """What to say when queries did not come."""
-        return RoutingError(
+    def refuse_unattended(self) -> NoReturn:
+        """Say that queries did not come.
+
+        Raises:
+            RoutingError: Always.
+        """
+        raise RoutingError(
             f"layer {self.layer.index} ({self.method.name}) was to see the model's true queries and did not: call "
             "veloxquant.attention.route(model) (make_prompt_cache and use do), keep the model routed while the "
             "cache is in use, or make the cache with true_queries=False"
