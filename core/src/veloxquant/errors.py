@@ -1,6 +1,7 @@
 """Every error that veloxquant raises on purpose; ``str(error)`` is a sentence for the user."""
 
 __all__ = [
+    "INTERRUPTED",
     "ConfigError",
     "FileFormatError",
     "PluginError",
@@ -10,6 +11,9 @@ __all__ = [
     "UnsupportedShapeError",
     "VeloxQuantError",
 ]
+
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C ended."""
 
 
 class VeloxQuantError(Exception):

@@ -21,6 +21,7 @@ from veloxquant.bench.environment import blas
 from veloxquant.bench.race import LeftOut
 from veloxquant.bench.records import Result
 from veloxquant.bench.records import Run
+from veloxquant.errors import INTERRUPTED
 from veloxquant.errors import VeloxQuantError
 
 __all__ = ["CHOICES", "HERE", "Blas", "Measured", "environment_with", "measure_in_child", "which"]
@@ -31,8 +32,6 @@ HERE = "here"
 """The choice of a process that another one started: measure with whatever it was given."""
 
 CHOICES = ("both", "own", "openblas", HERE)
-
-INTERRUPTED = 130
 
 _INSTALL = "Debian and Ubuntu: apt install libopenblas0-pthread"
 
@@ -103,13 +102,11 @@ class Measured:
     Args:
         run: The run.
         skipped: Methods that were passed over: ``method`` and ``reason``.
-        left_out: Arms that failed: ``arm``, ``where`` and ``reason``.
         whole: Whether it came to its end.
     """
 
     run: Run
     skipped: list[dict[str, str]] = attrs.field(factory=list)
-    left_out: list[dict[str, str]] = attrs.field(factory=list)
     whole: bool = True
 
 
@@ -153,10 +150,10 @@ def _read(text: str, code: int, kind: Blas, interrupted: bool) -> Measured | Non
         raise VeloxQuantError(f"the process that was to measure with the BLAS '{kind}' ended with the code {code}")
     answer = json.loads(text)
     [found] = answer["runs"]
-    return Measured(_run(found), answer["skipped"], answer["left_out"], whole=code == 0)
+    return Measured(_run(found), answer["skipped"], whole=code == 0)
 
 
 def _run(record: Mapping[str, Any]) -> Run:
     fields = {name: value for name, value in record.items() if name not in ("kind", "format", "results", "left_out")}
-    left_out = [LeftOut(**one) for one in record.get("left_out", [])]
+    left_out = [LeftOut(**one) for one in record["left_out"]]
     return Run(**fields, results=[Result(**one) for one in record["results"]], left_out=left_out)

@@ -26,6 +26,7 @@ from veloxquant.cli import show
 from veloxquant.cli.output import help_style
 from veloxquant.cli.output import say_error
 from veloxquant.config import suggest
+from veloxquant.errors import INTERRUPTED
 from veloxquant.errors import PluginError
 from veloxquant.errors import VeloxQuantError
 
@@ -35,7 +36,6 @@ __all__ = ["app", "main"]
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 BAD_INPUT = 2
-INTERRUPTED = 130
 
 # A disk, or the share of it that the user may have, is full.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -16,9 +16,7 @@ from veloxquant.errors import VeloxQuantError
 if TYPE_CHECKING:
     from veloxquant.bench.layer_work import Shape
 
-__all__ = ["INTERRUPTED", "Dtype", "HeadDim", "KVHeads", "QueryHeads", "load_with_text", "read_lengths", "read_shape"]
-
-INTERRUPTED = 130
+__all__ = ["Dtype", "HeadDim", "KVHeads", "QueryHeads", "load_with_text", "read_lengths", "read_shape"]
 
 LONGEST = 2**24
 

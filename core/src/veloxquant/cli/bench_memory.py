@@ -19,7 +19,6 @@ from veloxquant.cli.bench_inputs import positive
 from veloxquant.cli.bench_inputs import read_text
 from veloxquant.cli.bench_inputs import rows_dtype
 from veloxquant.cli.bench_inputs import split_names
-from veloxquant.cli.bench_layer_inputs import INTERRUPTED
 from veloxquant.cli.bench_layer_inputs import Dtype
 from veloxquant.cli.bench_layer_inputs import HeadDim
 from veloxquant.cli.bench_layer_inputs import KVHeads
@@ -31,6 +30,7 @@ from veloxquant.cli.output import Json
 from veloxquant.cli.output import only_json
 from veloxquant.cli.output import open_stdout
 from veloxquant.cli.output import write_json
+from veloxquant.errors import INTERRUPTED
 from veloxquant.errors import VeloxQuantError
 
 if TYPE_CHECKING:
@@ -105,19 +105,19 @@ def memory(
     with only_json(as_json):
         if model is not None:
             check_model(model)
-        run, skipped, left_out, whole = _measure(plan, text, output, arguments)
+        run, skipped, whole = _measure(plan, text, output, arguments)
     if as_json:
         write_json({**run.to_dict(), "skipped": skipped})
     else:
-        _show(run, skipped, left_out)
+        _show(run, skipped)
     if not whole:
         raise typer.Exit(INTERRUPTED)
 
 
 def _measure(
     plan: MemoryPlan, text: str | None, output: str | None, arguments: dict[str, Any]
-) -> tuple[Run, list[dict[str, str]], list[dict[str, str]], bool]:
-    """The run, who is missing and why, and whether it came to its end."""
+) -> tuple[Run, list[dict[str, str]], bool]:
+    """The run, the methods that were skipped and why, and whether it came to its end."""
     from veloxquant.bench.layer_work import Shape
     from veloxquant.bench.line_up import line_up_layer
     from veloxquant.bench.memory import in_fresh_process
@@ -147,7 +147,7 @@ def _measure(
         except KeyboardInterrupt:
             whole = False
         writer.leave_out(left_out)
-    return run, [attrs.asdict(one) for one in skipped], [attrs.asdict(one) for one in left_out], whole
+    return run, [attrs.asdict(one) for one in skipped], whole
 
 
 def _on_model(plan: MemoryPlan, text: str | None) -> tuple[MemoryPlan, dict[int, tuple[list[Arm], list[Skipped]]], str]:
@@ -169,7 +169,7 @@ def _on_model(plan: MemoryPlan, text: str | None) -> tuple[MemoryPlan, dict[int,
 # ---------------------------------------------------------------------- table
 
 
-def _show(run: Run, skipped: Sequence[dict[str, str]], left_out: Sequence[dict[str, str]]) -> None:
+def _show(run: Run, skipped: Sequence[dict[str, str]]) -> None:
     from veloxquant.cli.bench_quality_table import show_run_heading
     from veloxquant.cli.bench_speed_table import show_remarks
     from veloxquant.cli.bench_speed_table import show_wide
@@ -185,7 +185,7 @@ def _show(run: Run, skipped: Sequence[dict[str, str]], left_out: Sequence[dict[s
         show_wide(columns, [_row(result) for result in own], legend if length == lengths[-1] else "")
     if not results:
         open_stdout().print("nothing was measured")
-    show_remarks(skipped, left_out)
+    show_remarks(skipped, [run])
 
 
 def _row(result: Result) -> tuple[str, ...]:

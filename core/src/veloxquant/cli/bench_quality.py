@@ -24,10 +24,9 @@ from veloxquant.cli.bench_inputs import text_tokens
 from veloxquant.cli.output import Json
 from veloxquant.cli.output import only_json
 from veloxquant.cli.output import write_json
+from veloxquant.errors import INTERRUPTED
 
 __all__ = ["quality"]
-
-INTERRUPTED = 130
 
 
 @attrs.frozen(kw_only=True)
@@ -101,7 +100,7 @@ def quality(
             output=output,
             arguments=arguments,
         )
-        run, skipped, left_out, whole = _measure(request)
+        run, skipped, whole = _measure(request)
     if as_json:
         from veloxquant.bench.verdicts import verdicts
 
@@ -110,13 +109,13 @@ def quality(
     else:
         from veloxquant.cli.bench_quality_table import show_quality
 
-        show_quality(run, skipped, left_out)
+        show_quality(run, skipped)
     if not whole:
         raise typer.Exit(INTERRUPTED)
 
 
-def _measure(request: _Request) -> tuple[Any, list[Any], list[Any], bool]:
-    """The run, the methods that were skipped, the arms that failed, and whether it came to its end."""
+def _measure(request: _Request) -> tuple[Any, list[Any], bool]:
+    """The run, the methods that were skipped, and whether it came to its end."""
     from veloxquant.bench.arm_options import chosen_arms
     from veloxquant.bench.arm_options import split_usable
     from veloxquant.bench.peers import peer_arms
@@ -157,4 +156,4 @@ def _measure(request: _Request) -> tuple[Any, list[Any], list[Any], bool]:
         except KeyboardInterrupt:
             whole = False
         writer.leave_out(left_out)
-    return run, skipped, left_out, whole
+    return run, skipped, whole

@@ -17,7 +17,6 @@ from veloxquant.cli.output import printable
 
 if TYPE_CHECKING:
     from veloxquant.bench.arm_options import Skipped
-    from veloxquant.bench.race import LeftOut
     from veloxquant.bench.records import Result
     from veloxquant.bench.records import Run
 
@@ -37,13 +36,12 @@ _VERDICT_LEGEND = (
 )
 
 
-def show_quality(run: Run, skipped: Sequence[Skipped] = (), left_out: Sequence[LeftOut] = ()) -> None:
+def show_quality(run: Run, skipped: Sequence[Skipped] = ()) -> None:
     """Show a run, whole or not.
 
     Args:
         run: The run.
         skipped: Methods that cannot serve here.
-        left_out: Arms that failed.
     """
     console = open_stdout()
     show_run_heading(run)
@@ -62,7 +60,7 @@ def show_quality(run: Run, skipped: Sequence[Skipped] = (), left_out: Sequence[L
         console.print("nothing was measured")
     for one in skipped:
         console.print(f"skipped {one.method}: {printable(one.reason)}", soft_wrap=True)
-    for failed in left_out:
+    for failed in run.left_out:
         console.print(f"left out at {failed.where}: {printable(failed.reason)}", soft_wrap=True)
 
 

@@ -19,7 +19,6 @@ from veloxquant.cli.bench_inputs import positive
 from veloxquant.cli.bench_inputs import read_text
 from veloxquant.cli.bench_inputs import rows_dtype
 from veloxquant.cli.bench_inputs import split_names
-from veloxquant.cli.bench_layer_inputs import INTERRUPTED
 from veloxquant.cli.bench_layer_inputs import Dtype
 from veloxquant.cli.bench_layer_inputs import HeadDim
 from veloxquant.cli.bench_layer_inputs import KVHeads
@@ -30,6 +29,7 @@ from veloxquant.cli.bench_layer_inputs import read_shape
 from veloxquant.cli.output import Json
 from veloxquant.cli.output import only_json
 from veloxquant.cli.output import write_json
+from veloxquant.errors import INTERRUPTED
 from veloxquant.errors import VeloxQuantError
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _show(found: list[Measured], note: str | None, *, as_json: bool) -> None:
             {
                 "runs": [one.run.to_dict() for one in found],
                 "skipped": _together(one.skipped for one in found),
-                "left_out": _together(one.left_out for one in found),
+                "left_out": _together([attrs.asdict(failed) for failed in one.run.left_out] for one in found),
                 "note": note,
             }
         )
@@ -243,6 +243,5 @@ def _measure_here(request: _Request) -> Measured:
     return Measured(
         run,
         skipped=[attrs.asdict(one) for one in skipped],
-        left_out=[attrs.asdict(one) for one in left_out],
         whole=whole,
     )

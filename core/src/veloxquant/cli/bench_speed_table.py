@@ -53,15 +53,15 @@ def show_speed(found: Sequence[Measured], note: str | None = None) -> None:
         _show_run(one.run)
     if not any(one.run.results for one in found):
         console.print("nothing was measured")
-    show_remarks([part for one in found for part in one.skipped], [part for one in found for part in one.left_out])
+    show_remarks([part for one in found for part in one.skipped], [one.run for one in found])
     if note is not None:
         console.print(printable(note), soft_wrap=True)
 
 
-def show_remarks(skipped: Sequence[dict[str, str]], left_out: Sequence[dict[str, str]]) -> None:
+def show_remarks(skipped: Sequence[dict[str, str]], runs: Sequence[Run]) -> None:
     """Say who is missing, and why, each once."""
     lines = [f"skipped {one['method']}: {one['reason']}" for one in skipped]
-    lines += [f"left out {one['arm']} at {one['where']}: {one['reason']}" for one in left_out]
+    lines += [f"left out {one.arm} at {one.where}: {one.reason}" for run in runs for one in run.left_out]
     for line in dict.fromkeys(lines):
         open_stdout().print(printable(line), soft_wrap=True)
 

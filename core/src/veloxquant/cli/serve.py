@@ -12,14 +12,13 @@ import typer
 from veloxquant.cli.generate import checked_config
 from veloxquant.cli.model_files import SAMPLE
 from veloxquant.cli.model_files import check_model
+from veloxquant.errors import INTERRUPTED
 from veloxquant.errors import VeloxQuantError
 
 __all__ = ["PASS_ON", "serve"]
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Settings of the command: options that are not ours are for mlx-lm's server."""
-
-INTERRUPTED = 130
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
