@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
+from veloxquant.devices import on_cuda
 
 __all__ = ["threads_compute"]
 
@@ -14,4 +14,4 @@ def threads_compute() -> bool:
     the recording, and MLX ends the process ("operation failed due to a previous error during capture", seen with mlx
     0.32.4 and its own operations alone).
     """
-    return not (mx.default_device().type == mx.DeviceType.gpu and mx.cuda.is_available())
+    return not on_cuda()

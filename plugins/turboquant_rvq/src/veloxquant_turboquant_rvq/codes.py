@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from veloxquant.buffers import GrowingArrays
+from veloxquant.devices import on_cuda
 from veloxquant_turboquant_rvq.packing import pack
 from veloxquant_turboquant_rvq.packing import unpack
 from veloxquant_turboquant_rvq.packing import words
@@ -50,7 +51,7 @@ def products_serve() -> bool:
     Not on CUDA: mlx 0.32 gives wrong numbers there for codes of 4 and 8 bits that share one scale a row, and has no
     products with codes of 1 bit.
     """
-    return not (mx.default_device().type == mx.DeviceType.gpu and mx.cuda.is_available())
+    return not on_cuda()
 
 
 def affine(quantizer: Quantizer, shape: tuple[int, ...]) -> tuple[mx.array, mx.array]:
