@@ -13,7 +13,7 @@ from veloxquant.errors import UnsupportedShapeError
 from veloxquant.halves import Stream
 from veloxquant.halves import second_stream
 
-__all__ = ["GrowingArrays", "flat_rows"]
+__all__ = ["GrowingArrays", "flat_rows", "take_rows"]
 
 
 def flat_rows(index: mx.array, rows: int) -> mx.array:
@@ -26,6 +26,21 @@ def _first_rows(batch: int, heads: int, rows: int) -> mx.array:
     """Number of the first row of every head ``[B, H, 1]`` int32."""
     # From Python numbers: nothing is left to compute, whichever thread asks first. A step of every layer needs it.
     return mx.array([[[(one * heads + head) * rows] for head in range(heads)] for one in range(batch)], mx.int32)
+
+
+def take_rows(buffer: mx.array, numbers: mx.array, stream: Stream = None) -> mx.array:
+    """Read whole rows through one take.
+
+    Args:
+        buffer: ``[B, H, rows, D]``.
+        numbers: Numbers in the flat view ``[B, heads, k]``, as ``flat_rows`` gives them, of all heads or some.
+        stream: Where to read them; by default where all else is computed.
+
+    Returns:
+        ``[B, heads, k, D]``.
+    """
+    dim = buffer.shape[3]
+    return mx.take(buffer.reshape(-1, dim), numbers.reshape(-1), axis=0, stream=stream).reshape(*numbers.shape, dim)
 
 
 def _step(capacity: int) -> int:
@@ -96,7 +111,7 @@ class GrowingArrays:
         Returns:
             ``[B, H, k, D]``.
         """
-        return _taken(self.whole(name), flat_rows(index, self.whole(name).shape[2]))
+        return take_rows(self.whole(name), flat_rows(index, self.whole(name).shape[2]))
 
     def gather_all(self, index: mx.array) -> dict[str, mx.array]:
         """As ``gather`` for every array, by name."""
@@ -107,7 +122,7 @@ class GrowingArrays:
         for place, (name, buffer) in enumerate(self._buffers.items()):
             # What is read first is used first; the others are read meanwhile.
             stream = second_stream(self._size(name, index)) if place else None
-            rows[name] = _taken(buffer, numbers, stream)
+            rows[name] = take_rows(buffer, numbers, stream)
         return rows
 
     def reader(self, index: mx.array) -> tuple[Callable[[slice], dict[str, mx.array]], int]:
@@ -121,7 +136,7 @@ class GrowingArrays:
         numbers, buffers = self._numbers(index), dict(self._buffers)
 
         def read(heads: slice) -> dict[str, mx.array]:
-            return {name: _taken(buffer, numbers[:, heads]) for name, buffer in buffers.items()}
+            return {name: take_rows(buffer, numbers[:, heads]) for name, buffer in buffers.items()}
 
         return read, sum(self._size(name, index) for name in buffers)
 
@@ -174,9 +189,3 @@ class GrowingArrays:
     def nbytes(self, name: str) -> int:
         """Bytes of one buffer, spare capacity included; 0 when nothing is held."""
         return self._buffers[name].nbytes if name in self._buffers else 0
-
-
-def _taken(buffer: mx.array, numbers: mx.array, stream: Stream = None) -> mx.array:
-    """Rows by their numbers in the flat view, ``[B, heads, k, D]`` like the numbers."""
-    dim = buffer.shape[3]
-    return mx.take(buffer.reshape(-1, dim), numbers.reshape(-1), axis=0, stream=stream).reshape(*numbers.shape, dim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -62,11 +63,6 @@ class SpeedPlan:
 def burst() -> int:
     """Steps that are timed together: on a GPU a single one is shorter than the clock and the launches can tell."""
     return 1 if back_end() == "cpu" else 20
-
-
-def _rounds(steps: int) -> int:
-    """Turns in which an arm makes so many steps."""
-    return steps if back_end() != "cpu" else -(-steps // (IN_A_ROW - 1))
 
 
 def measure_speed(
@@ -141,8 +137,11 @@ def _steps(
         if cache is not None:
             caches[arm.name] = cache
     bytes_held = {name: held(cache).total for name, cache in caches.items()}
-    lap, together = (_single_steps, IN_A_ROW) if back_end() == "cpu" else (_burst_of_steps, burst())
-    steps, rounds = _StepRows(plan.shape, together), _rounds(plan.steps)
+    if back_end() == "cpu":
+        lap, together, rounds = _single_steps, IN_A_ROW, math.ceil(plan.steps / (IN_A_ROW - 1))
+    else:
+        lap, together, rounds = _burst_of_steps, burst(), plan.steps
+    steps = _StepRows(plan.shape, together)
     race = Race({name: lap(cache, steps, plan.shape.scale) for name, cache in caches.items()})
     del caches
     try:

@@ -64,24 +64,17 @@ class Ring:
 
     def rows(self, start: int, stop: int) -> tuple[mx.array, mx.array]:
         """Rows of positions ``start`` to ``stop``, in order; they must be there, and at least one."""
-        assert self._keys is not None
-        assert self._values is not None
-        return self._between(self._keys, start, stop), self._between(self._values, start, stop)
-
-    def _between(self, buffer: mx.array, start: int, stop: int) -> mx.array:
-        slot = start % self.size
-        ahead = min(stop - start, self.size - slot)
-        # Always a view, also of a full buffer: the buffer object itself is written to later.
-        first = buffer[:, :, slot : slot + ahead]
-        if ahead == stop - start:
-            return first
-        return mx.concatenate([first, buffer[:, :, : stop - start - ahead]], axis=2)
+        parts = self.parts(start, stop)
+        if len(parts) == 1:
+            return parts[0]
+        return mx.concatenate([keys for keys, _ in parts], axis=2), mx.concatenate([rows for _, rows in parts], axis=2)
 
     def parts(self, start: int, stop: int) -> list[tuple[mx.array, mx.array]]:
         """As ``rows``, in one piece or two, neither of them a copy."""
         assert self._keys is not None
         assert self._values is not None
         slot = start % self.size
+        # Always views, also of full buffers: the buffers themselves are written to later.
         spans = [(slot, min(slot + stop - start, self.size)), (0, slot + stop - start - self.size)]
         return [(self._keys[:, :, a:b], self._values[:, :, a:b]) for a, b in spans if a < b]
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from veloxquant.rows import products
 from veloxquant_a2ats.compress_state import CompressState
 from veloxquant_a2ats.rotation import derotate
 from veloxquant_a2ats.rotation import far_query_rope
@@ -58,7 +59,7 @@ def _attended(state: CompressState, near: mx.array, far: mx.array) -> mx.array:
     begin = 0 if sinks is None else sinks[0].shape[2]
     if sinks is not None:
         exact.insert(0, sinks)
-    logits = [_products(near, keys) for keys, _ in exact]
+    logits = [products(near, keys) for keys, _ in exact]
     places = [keys.shape[2] for keys, _ in exact]
     values = [rows for _, rows in exact]
     if begin < start:
@@ -77,7 +78,3 @@ def _attended(state: CompressState, near: mx.array, far: mx.array) -> mx.array:
         total, first = part if total is None else total + part, first + size
     assert total is not None  # the new row is one of them
     return total
-
-
-def _products(queries: mx.array, keys: mx.array) -> mx.array:
-    return queries @ keys.astype(mx.float32).swapaxes(-1, -2)

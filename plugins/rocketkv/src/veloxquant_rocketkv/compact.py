@@ -148,4 +148,4 @@ class CompactSummary:
     @property
     def nbytes(self) -> int:
         """Bytes held, spare capacity included."""
-        return sum(array.nbytes for array in (self._codes, self._levels) if array is not None)
+        return sum(array.nbytes for array in self.held())

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from veloxquant.buffers import flat_rows
+from veloxquant.buffers import take_rows
 from veloxquant.halves import ALL_HEADS
 
 __all__ = [
@@ -139,14 +140,8 @@ def read_plan(queries: mx.array, channels: mx.array, scale: float, planes: int) 
 
 def channel_reader(bounds: mx.array, planes: mx.array) -> Callable[[slice], mx.array]:
     """What reads the rows ``planes`` ``[B, Hkv, k1]`` of the bounds ``[B, Hkv, n, width]`` for a slice of heads."""
-    width = bounds.shape[3]
-    flat, numbers = bounds.reshape(-1, width), flat_rows(planes, bounds.shape[2])
-
-    def read(heads: slice) -> mx.array:
-        own = numbers[:, heads]
-        return mx.take(flat, own.reshape(-1), axis=0).reshape(*own.shape, width)
-
-    return read
+    numbers = flat_rows(planes, bounds.shape[2])
+    return lambda heads: take_rows(bounds, numbers[:, heads])
 
 
 def row_scores(scores: mx.array, kv_heads: int, scale: float) -> mx.array:

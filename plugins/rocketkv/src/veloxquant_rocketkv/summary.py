@@ -116,4 +116,4 @@ class PageSummary:
     @property
     def nbytes(self) -> int:
         """Bytes held, spare capacity included."""
-        return 0 if self.bounds is None else self.bounds.nbytes
+        return sum(array.nbytes for array in self.held())

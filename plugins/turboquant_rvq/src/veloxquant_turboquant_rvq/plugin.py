@@ -19,12 +19,12 @@ from veloxquant import ByteCount
 from veloxquant import LayerSpec
 from veloxquant import MethodInfo
 from veloxquant import Snapshot
-from veloxquant import attend_rows
 from veloxquant import hookimpl
 from veloxquant_turboquant_rvq import cuda
 from veloxquant_turboquant_rvq.config import TurboQuantRVQConfig
 from veloxquant_turboquant_rvq.state import TurboQuantRVQState
 from veloxquant_turboquant_rvq.store import TurboQuantRows
+from veloxquant_turboquant_rvq.together import attend_packed
 from veloxquant_turboquant_rvq.together import step_together
 
 INFO = MethodInfo(
@@ -76,13 +76,13 @@ def veloxquant_attend(
     fresh, state.fresh = state.fresh, None
     if fresh is None or queries.shape[2] > MOST_QUERIES or fresh.count == state.rows.count:
         return None
-    leading = state.leading(state.rows.count - fresh.count)
     stored = state.rows.stored()
-    fused = None if stored is None else cuda.attend(stored, queries, fresh, scale, mask, sinks, leading)
-    if fused is not None:
-        return fused
-    first = None if leading is None else (leading.keys, leading.values)
-    return attend_rows(state.rows, queries, (fresh.keys, fresh.values), scale, mask, sinks, first=first)
+    if stored is not None:
+        leading = state.leading(state.rows.count - fresh.count)
+        fused = cuda.attend(stored, queries, fresh, scale, mask, sinks, leading)
+        if fused is not None:
+            return fused
+    return attend_packed(state, fresh, queries, scale, mask, sinks)
 
 
 @hookimpl

@@ -9,11 +9,38 @@ import mlx.core as mx
 from veloxquant import attend_rows
 from veloxquant.attention import attention
 from veloxquant.rows import grouped
+from veloxquant.rows import products
 from veloxquant.rows import weighted
 from veloxquant_turboquant_rvq.exact import ExactRows
 from veloxquant_turboquant_rvq.state import TurboQuantRVQState
 
-__all__ = ["step_together"]
+__all__ = ["attend_packed", "step_together"]
+
+
+def attend_packed(
+    state: TurboQuantRVQState,
+    fresh: ExactRows,
+    queries: mx.array,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attend to rows as they are packed, the first and the newest as they came.
+
+    Args:
+        state: The state, more rows held than ``fresh`` has.
+        fresh: The recent rows and the new ones.
+        queries: Queries of the new rows ``[B, Hq, L, Dk]``.
+        scale: Factor on the logits.
+        mask: As for ``attend_rows``.
+        sinks: As for ``attend_rows``.
+
+    Returns:
+        ``[B, Hq, L, Dv]`` in the dtype of the queries.
+    """
+    leading = state.leading(state.rows.count - fresh.count)
+    first = None if leading is None else (leading.keys, leading.values)
+    return attend_rows(state.rows, queries, (fresh.keys, fresh.values), scale, mask, sinks, first=first)
 
 
 def step_together(
@@ -54,12 +81,9 @@ def _attended(
     state: TurboQuantRVQState, fresh: ExactRows, queries: mx.array, scale: float, sinks: mx.array | None
 ) -> mx.array:
     state.fresh = None
-    end = state.rows.count - fresh.count
-    if end == 0:
+    if fresh.count == state.rows.count:
         return attention(queries, *state.returned(fresh), scale, None, sinks)
-    leading = state.leading(end)
-    first = None if leading is None else (leading.keys, leading.values)
-    return attend_rows(state.rows, queries, (fresh.keys, fresh.values), scale, None, sinks, first=first)
+    return attend_packed(state, fresh, queries, scale, None, sinks)
 
 
 def _with_values_as_they_came(
@@ -77,15 +101,11 @@ def _with_values_as_they_came(
     rows = state.rows
     end = rows.count - fresh.count
     leading = state.leading(end)
-    logits = [_products(queries, fresh.keys)]
+    logits = [products(queries, fresh.keys)]
     start = 0 if leading is None else leading.count
     if start < end:
         logits.insert(0, rows.products(rotated)[..., start:end])
     if leading is not None:
-        logits.insert(0, _products(queries, leading.keys))
+        logits.insert(0, products(queries, leading.keys))
     joined = logits[0] if len(logits) == 1 else mx.concatenate(logits, axis=-1)
     return weighted(mx.softmax(joined, axis=-1, precise=True), rows.values_as_they_came())
-
-
-def _products(queries: mx.array, keys: mx.array) -> mx.array:
-    return queries @ keys.astype(mx.float32).swapaxes(-1, -2)
