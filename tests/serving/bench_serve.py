@@ -6,6 +6,7 @@ moment when all answers have begun and the moment when the first of them ends.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import tempfile
@@ -65,12 +66,14 @@ def main():
     parser.add_argument("--parallel", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--methods", default=",".join(ARMS))
+    parser.add_argument("--stored", action="store_true", help="weights of 4 and 8 bits, as the model's folder has them")
     options = parser.parse_args()
     prompt = prompt_of(options.tokens)
     with tempfile.TemporaryDirectory() as folder:
-        servers = {"plain": server_process.start(Path(folder) / "plain.log", plain=True)}
+        start = functools.partial(server_process.start, stored=options.stored)
+        servers = {"plain": start(Path(folder) / "plain.log", plain=True)}
         for name in options.methods.split(","):
-            servers[name] = server_process.start(Path(folder) / f"{name}.log", "--method", name, *ARMS[name])
+            servers[name] = start(Path(folder) / f"{name}.log", "--method", name, *ARMS[name])
         try:
             figures = measure(servers, prompt, options)
         finally:

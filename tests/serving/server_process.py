@@ -12,6 +12,8 @@ import urllib.request
 
 import attrs
 
+from veloxquant.testing.sample import sample_model_path
+
 START_SECONDS = 120
 STOP_SECONDS = 20
 """The server gives itself eight, and the machine may be busy."""
@@ -104,10 +106,16 @@ class ServerProcess:
             raise
 
 
-def start(log_path, *words, plain=False):
-    """Start ``veloxquant serve`` (or mlx-lm's own server) on the sample model; ``wait`` returns when it listens."""
+def start(log_path, *words, plain=False, stored=False):
+    """Start ``veloxquant serve`` (or mlx-lm's own server) on the sample model; ``wait`` returns when it listens.
+
+    Its weights are dense fp32, which is fastest on a CPU, or with ``stored`` as the folder has them: 4 and 8 bits.
+    """
     port = free_port()
     command = ["-c", PLAIN] if plain else ["-c", OURS, "serve", "--model", "sample"]
+    if stored:
+        command = ["-m", "mlx_lm.server"] if plain else ["-c", OURS, "serve"]
+        command += ["--model", str(sample_model_path())]
     with open(log_path, "w") as log:
         process = subprocess.Popen(
             [sys.executable, *command, "--port", str(port), *words], stdout=log, stderr=subprocess.STDOUT

@@ -83,6 +83,37 @@ def test_windowed_rope_query_by_query(cuts, batch):
     np.testing.assert_allclose(np.array(feed(cache, rows, cuts)), reference(cache, rows, cuts), atol=2e-5)
 
 
+def test_values_rebuilt_for_a_single_token_give_the_same(monkeypatch):
+    """What a GPU does."""
+    monkeypatch.setattr("veloxquant_a2ats.compress_attention.codes_are_summed", lambda: False)
+    rows, cuts = data(43, batch=2), [40, 1, 1, 1]
+    cache = veloxquant.get_cache("a2ats", OPTIONS, layer=layer())
+    np.testing.assert_allclose(np.array(feed(cache, rows, cuts)), reference(cache, rows, cuts), atol=2e-5)
+
+
+@pytest.mark.parametrize("summed", [True, False])
+def test_sequences_with_and_without_far_tokens_take_a_token_together(monkeypatch, summed):
+    monkeypatch.setattr("veloxquant_a2ats.together.codes_are_summed", lambda: summed)
+    lengths = [60, 17, 27]
+    rows = [data(length + 3, seed=length) for length in lengths]
+    caches = [veloxquant.get_cache("a2ats", OPTIONS, layer=layer()) for _ in lengths]
+    for cache, own, length in zip(caches, rows, lengths, strict=True):
+        feed(cache, own, [length])
+    batch = type(caches[0]).merge(caches)
+    for step in range(3):
+        queries, keys, values = (
+            mx.concatenate(
+                [own[part][:, :, length + step][:, :, None] for own, length in zip(rows, lengths, strict=True)]
+            )
+            for part in range(3)
+        )
+        found = batch.attend(queries, *batch.update_and_fetch(keys, values), scale=SCALE, mask=None)
+        for place, (own, length) in enumerate(zip(rows, lengths, strict=True)):
+            seen = [array[:, :, : length + step + 1] for array in own]
+            expected = reference(batch.extract(place), seen, [length, *[1] * (step + 1)])[:, :, -1:]
+            np.testing.assert_allclose(np.array(found[place : place + 1]), expected, atol=2e-5)
+
+
 def test_long_blocks_of_queries_are_cut_and_give_the_same(monkeypatch):
     rows, cuts = data(120), [50, 70]
     whole = feed(veloxquant.get_cache("a2ats", OPTIONS, layer=layer()), rows, cuts)

@@ -48,6 +48,12 @@ class Codebook:
     calibrated: bool = True
 
     @property
+    def value_centroids(self) -> mx.array:
+        """Centroids of values ``[Hkv, Mv, Kv, d]``; only in compress mode."""
+        assert self.values is not None
+        return self.values
+
+    @property
     def head_dims(self) -> tuple[int, int | None]:
         """Channels of keys and of values, the latter None in retrieve mode."""
         return _width(self.keys), None if self.values is None else _width(self.values)

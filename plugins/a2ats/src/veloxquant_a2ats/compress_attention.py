@@ -10,9 +10,12 @@ from veloxquant.attention import refuse_other_rows
 from veloxquant_a2ats.codebook import Codebook
 from veloxquant_a2ats.rotation import derotate
 from veloxquant_a2ats.rotation import far_query_rope
+from veloxquant_a2ats.scoring import codes_are_summed
 from veloxquant_a2ats.scoring import rebuild_keys
 from veloxquant_a2ats.scoring import rebuild_values
+from veloxquant_a2ats.scoring import sum_by_code
 from veloxquant_a2ats.scoring import table_scores
+from veloxquant_a2ats.scoring import weights_by_code
 
 __all__ = ["CodedRows", "attend_coded"]
 
@@ -114,9 +117,12 @@ class _Attention:
         coded = slice(self.begin, self.mixed)
         self.any_coded = self.begin < self.mixed
         self.key_codes = rows.key_codes[:, :, coded]
+        self.value_codes = rows.value_codes[:, :, coded]
         self.keys = None
+        self.by_code = self.single and codes_are_summed()
         if self.any_coded:
-            self.values = rebuild_values(_values(rows.codebook), rows.value_codes[:, :, coded])
+            if not self.by_code:
+                self.values = rebuild_values(rows.codebook.value_centroids, self.value_codes)
             if not self.single:
                 self.keys = rebuild_keys(rows.codebook.keys, self.key_codes)
         self.exact_keys, self.exact_values = (array.astype(mx.float32) for array in rows.exact)
@@ -177,16 +183,17 @@ class _Attention:
                 mixed = exact[..., :count]
                 coded = mx.concatenate([coded, mx.where(close, 0.0, mixed)], axis=-1)
                 exact = mx.concatenate([mx.where(close, mixed, 0.0), exact[..., count:]], axis=-1)
-            parts.append(_sum(coded, self.values))
+            parts.append(self._sum_by_code(coded) if self.by_code else _sum(coded, self.values))
         total = _sum(exact, self.exact_values)
         for part in parts:
             total = total + part
         return total
 
-
-def _values(codebook: Codebook) -> mx.array:
-    assert codebook.values is not None
-    return codebook.values
+    def _sum_by_code(self, weights: mx.array) -> mx.array:
+        """As ``_sum`` for the coded values and the weights ``[B, Hkv, G, 1, rows]`` of one query."""
+        centroids = self.rows.codebook.value_centroids
+        by_code = weights_by_code(weights[:, :, :, 0], self.value_codes, centroids.shape[2])
+        return sum_by_code(by_code, centroids)[:, :, :, None]
 
 
 def _dot(queries: mx.array, keys: mx.array) -> mx.array:

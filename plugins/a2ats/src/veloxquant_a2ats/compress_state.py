@@ -168,9 +168,8 @@ class CompressState:
     def _rebuilt(self, start: int, stop: int, place: Callable[[mx.array], mx.array]) -> Pair:
         codebook = self.model.codebook
         assert codebook is not None
-        assert codebook.values is not None
         plain = rebuild_keys(codebook.keys, self.codes.live("keys")[:, :, start:stop])
-        return place(plain), rebuild_values(codebook.values, self.codes.live("values")[:, :, start:stop])
+        return place(plain), rebuild_values(codebook.value_centroids, self.codes.live("values")[:, :, start:stop])
 
     def _at_distance(self, plain: mx.array, query: int) -> mx.array:
         # The same position for every row.
@@ -182,6 +181,8 @@ class CompressState:
         count = 0 if self.sinks is None else min(self.sinks[0].shape[2], end)
         if count == 0 or self.sinks is None:
             return None
+        if count == self.sinks[0].shape[2]:
+            return self.sinks
         return self.sinks[0][:, :, :count], self.sinks[1][:, :, :count]
 
     def codes_of(self, start: int, stop: int) -> Pair:

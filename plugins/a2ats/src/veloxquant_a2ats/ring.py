@@ -39,12 +39,15 @@ class Ring:
 
     def _written(self, buffer: mx.array | None, rows: mx.array, first: int, end: int) -> mx.array:
         buffer = self._grown(buffer, rows, end)
-        rows = rows[:, :, rows.shape[2] - (end - first) :]
-        slot = first % self.size
-        ahead = min(end - first, self.size - slot)
-        buffer[:, :, slot : slot + ahead] = rows[:, :, :ahead]
-        if ahead < end - first:
-            buffer[:, :, : end - first - ahead] = rows[:, :, ahead:]
+        count, slot = end - first, first % self.size
+        if count < rows.shape[2]:
+            rows = rows[:, :, -count:]
+        ahead = min(count, self.size - slot)
+        if ahead == count:
+            buffer[:, :, slot : slot + count] = rows
+            return buffer
+        buffer[:, :, slot:] = rows[:, :, :ahead]
+        buffer[:, :, : count - ahead] = rows[:, :, ahead:]
         return buffer
 
     def _grown(self, buffer: mx.array | None, rows: mx.array, end: int) -> mx.array:
