@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-__all__ = ["on_cuda"]
+__all__ = ["on_cpu", "on_cuda"]
+
+
+def on_cpu() -> bool:
+    """Whether MLX's default device is the CPU."""
+    return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
 def on_cuda() -> bool:

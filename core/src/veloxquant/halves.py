@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from veloxquant.devices import on_cpu
+
 __all__ = ["ALL_HEADS", "Stream", "by_halves", "second_stream"]
 
 Stream = mx.Stream | mx.ThreadLocalStream | None
@@ -19,7 +21,7 @@ _WORTH_A_STREAM = 2**20
 
 def second_stream(size: int) -> Stream:
     """For reading ``size`` bytes: another stream of a CPU, which has a thread for each; None for the usual one."""
-    return _cpu_stream() if size >= _WORTH_A_STREAM and mx.default_device().type == mx.DeviceType.cpu else None
+    return _cpu_stream() if size >= _WORTH_A_STREAM and on_cpu() else None
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from veloxquant.devices import on_cpu
 from veloxquant.registry import default_registry
 
 __all__ = ["back_end", "blas", "environment", "machine", "versions"]
@@ -42,7 +43,7 @@ def _version(distribution: str) -> str | None:
 
 def back_end() -> str:
     """``cpu``, ``metal`` or ``cuda``."""
-    if mx.default_device().type == mx.DeviceType.cpu:
+    if on_cpu():
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
 

@@ -15,6 +15,7 @@ from mlx_lm import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
 import veloxquant
+from veloxquant.devices import on_cpu
 from veloxquant.registry import default_registry
 from veloxquant.reports import Report
 from veloxquant.reports import report
@@ -119,7 +120,7 @@ def default_step(prompt_tokens: int) -> int:
 
     A last step of one token would end the prompt a token early (the token after it comes alone), so the step avoids it.
     """
-    step = CPU_STEP if mx.default_device().type == mx.DeviceType.cpu else GPU_STEP
+    step = CPU_STEP if on_cpu() else GPU_STEP
     while prompt_tokens - 1 > step and (prompt_tokens - 1) % step == 1:
         step -= 1
     return step

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from veloxquant.devices import on_cpu
+
 __all__ = [
     "code_index",
     "codes_are_summed",
@@ -117,4 +119,4 @@ def codes_are_summed() -> bool:
 
     Only on the CPU back end. On a GPU rows of a head would wait for one another to add to the same centroids.
     """
-    return bool(mx.default_device().type == mx.DeviceType.cpu)
+    return on_cpu()

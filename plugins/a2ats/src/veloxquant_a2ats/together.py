@@ -89,9 +89,9 @@ def _attended(state: CompressState, near: mx.array, table: mx.array) -> tuple[mx
         sizes.append(start - begin)
     weights = mx.softmax(mx.concatenate(logits, axis=-1), axis=-1, precise=True)
     pieces = mx.split(weights, list(itertools.accumulate(sizes[:-1])), axis=-1)
-    total = pieces[0] @ rows[0][1].astype(mx.float32)
-    for piece, (_, values) in zip(pieces[1:], rows[1:], strict=False):
-        total = total + piece @ values.astype(mx.float32)
+    # The weights of coded rows, if there are any, are one piece more.
+    sums = [piece @ values.astype(mx.float32) for piece, (_, values) in zip(pieces, rows, strict=False)]
+    total = sum(sums[1:], sums[0])
     if begin == start:
         return total, None
     assert state.model.codebook is not None

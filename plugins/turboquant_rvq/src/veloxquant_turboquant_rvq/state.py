@@ -8,6 +8,7 @@ import mlx.core as mx
 from veloxquant import ByteCount
 from veloxquant import LayerSpec
 from veloxquant import Snapshot
+from veloxquant.devices import on_cpu
 from veloxquant_turboquant_rvq.config import TurboQuantRVQConfig
 from veloxquant_turboquant_rvq.exact import ExactRows
 from veloxquant_turboquant_rvq.store import TurboQuantRows
@@ -47,7 +48,7 @@ class TurboQuantRVQState:
     def empty(cls, config: TurboQuantRVQConfig, layer: LayerSpec) -> TurboQuantRVQState:
         """A state that has seen nothing."""
         # On a GPU the kernels for codes packed row by row are the fast ones; the method's page has figures.
-        return cls(config, layer, TurboQuantRows(config, blocked=mx.default_device().type == mx.DeviceType.cpu))
+        return cls(config, layer, TurboQuantRows(config, blocked=on_cpu()))
 
     def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store new rows.
